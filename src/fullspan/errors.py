@@ -1,0 +1,31 @@
+"""The one exception tree. A FullspanError is something a user caused and can mend: its message is one line that says
+what was got, what is allowed, and which setting to change. Bugs of ours are plain AssertionErrors and never caught.
+"""
+
+
+class FullspanError(Exception):
+    """Base of everything a user can cause; the command line prints it as one line and exits with 2."""
+
+
+class ConfigError(FullspanError, ValueError):
+    """A setting, a command-line override or a model configuration that cannot be used."""
+
+
+class LayoutError(FullspanError, ValueError):
+    """A pack, its document bounds or its partition over ranks does not fit."""
+
+
+class CheckpointError(FullspanError, ValueError):
+    """A checkpoint, adapter or run folder that is missing, damaged or does not match the model."""
+
+
+class BackendError(FullspanError, ValueError):
+    """A named op backend that cannot run here."""
+
+
+class DataError(FullspanError, ValueError):
+    """A training file that cannot be read; the message names file, line and field."""
+
+
+class LaunchError(FullspanError, RuntimeError):
+    """Ranks could not be started or could not find each other."""

@@ -1,0 +1,24 @@
+"""The one dimension legend. Every tensor annotation in the package is written in these words.
+
+pack         rows of the whole padded pack; also the number of global keys
+rows         rows that this rank holds (pack / context-parallel size)
+docs         documents in the pack
+hidden       model width
+heads        attention heads
+nope, rope   the parts of a query or key head without and with rotary position
+latent       width of the compressed key/value (kv_lora_rank)
+qk           latent + rope, the width of an absorbed query and of a gathered key
+value        width of a value head
+q_latent     width of the compressed query (q_lora_rank)
+topk         key slots a query may select
+index_heads, index_dim   heads of the indexer and their width
+experts      routed experts
+slots        (row, chosen expert) pairs, sorted by expert
+rank         LoRA rank
+vocab        vocabulary size
+"""
+
+from jaxtyping import Float, Float32, Int32, Int64
+from torch import Tensor
+
+__all__ = ["Float", "Float32", "Int32", "Int64", "Tensor"]

@@ -1,0 +1,26 @@
+"""Shared by every test: annotations of shapes are checked, one CPU thread per process, uninitialised memory is NaN."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from jaxtyping import install_import_hook
+
+install_import_hook("fullspan", "beartype.beartype")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """torch.empty gives NaN, so that a value that is read before it is written cannot go unseen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
