@@ -97,17 +97,20 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         # x is needed for the weight gradient only: a frozen weight keeps no activation alive.
-        ctx.save_for_backward(x if weight.requires_grad else weight, weight, counts)
+        inputs = (x,) if weight.requires_grad else ()
+        ctx.save_for_backward(weight, counts, *inputs)
         return _grouped_mm(x, weight, counts)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @once_differentiable  # which hides the parameters' names from pyright
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         (grad,) = grads
-        x, weight, counts = ctx.saved_tensors
+        weight, counts, *inputs = ctx.saved_tensors
         want_x, want_weight, _ = ctx.needs_input_grad
         grad_x = _grouped_mm(grad, weight.transpose(1, 2), counts) if want_x else None
-        grad_weight = _grouped_outer(grad, x, counts) if want_weight else None
+        grad_weight = _grouped_outer(grad, inputs[0], counts) if want_weight else None
         return grad_x, grad_weight, None
 
 
