@@ -52,7 +52,7 @@ test: $(INSTALLED)
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python scripts/check_size.py
 	$(BIN)/python scripts/check_text.py
 
