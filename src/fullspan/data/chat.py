@@ -23,7 +23,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from fullspan.data.report import FieldError
+from fullspan.data.report import FieldError, brief
 from fullspan.data.schema import walk_texts
 from fullspan.errors import DataError
 
@@ -42,6 +42,8 @@ _SIGNATURE = {
     "description": _TOOL,
     "parameters": {"type": "object", "properties": {}},
 }
+# What a template lets through when it cannot render a conversation.
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 # Thinking on and off, under the names that GLM, Qwen and DeepSeek templates give the switch.
 _SWITCHES = tuple({name: on} for name in ("enable_thinking", "thinking") for on in (True, False))
 
@@ -71,17 +73,20 @@ def learn_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
     try:
         text = _render(tokenizer, _TURNS)
         prompts = _generation_prompts(tokenizer)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(f"the chat template fails on a plain conversation: {error}") from error
+    except _TEMPLATE_ERRORS as error:
+        raise DataError(f"the chat template fails on a plain chat: {brief(error)}") from error
+    if "" in prompts:
+        raise DataError("the chat template has no generation prompt to tell the answer by")
     added = tokenizer.added_tokens_decoder.values()
     special = {token.content for token in added if token.special}
     between = _between(text, _USER, _ANSWER)
-    header = _header(prompts, between, {token.content for token in added})
+    names = {token.content for token in added}
+    header = _header(prompts, between, names)
     gap = _between(text, _ANSWER, _NEXT)
     stop = _first(special, gap)
     if not stop or gap[: gap.index(stop)].strip():
         raise DataError("the chat template ends assistant turns without a special token")
-    opening = {t.content for t in added if t.content in gap} | {_first(special, header) or header}
+    opening = {name for name in names if name in gap} | {_first(names, header)}
     tool_calls, tool_stop = _tool_calls(tokenizer, special)
     return ChatFormat(
         header=header,
@@ -179,7 +184,7 @@ def _try(
     """Rendered text, or "" when the template refuses such a conversation."""
     try:
         return _render(tokenizer, messages, tools)
-    except (TemplateError, TypeError, ValueError):
+    except _TEMPLATE_ERRORS:
         return ""
 
 
@@ -193,9 +198,8 @@ def _render_row(
         messages = [_with_text_arguments(message) for message in messages]
     try:
         return _render(tokenizer, messages, tools)
-    except (TemplateError, TypeError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise FieldError("messages", f"the chat template refuses it: {reason}") from error
+    except _TEMPLATE_ERRORS as error:
+        raise FieldError("messages", f"the chat template refuses it: {brief(error)}") from error
 
 
 def _generation_prompts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -203,9 +207,7 @@ def _generation_prompts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     for switch in ({}, *_SWITCHES):
         plain = _render(tokenizer, _TURNS[:1], switches=switch)
         full = _render(tokenizer, _TURNS[:1], switches={**switch, "add_generation_prompt": True})
-        if not full.startswith(plain) or full == plain:
-            raise DataError("the chat template has no generation prompt to tell the answer by")
-        prompts.add(full[len(plain) :])
+        prompts.add(full.removeprefix(plain) if full.startswith(plain) else "")
     return prompts
 
 

@@ -144,6 +144,8 @@ def _parse(line: bytes) -> dict[str, Any]:
         value = json.loads(_decode(line), parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         reason = f"not JSON: {error.msg} at column {error.colno}"
+        if line.lstrip().startswith(b"["):
+            reason += "; a JSON array is not JSONL, write one object a line"
         if not line.endswith(b"\n"):
             reason += "; the last line has no end, the file looks truncated"
         raise FieldError("", reason) from error

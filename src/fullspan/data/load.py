@@ -1,5 +1,6 @@
 """The whole path from a data path to packs: read, encode, pack. Leaves out order (loader.py)."""
 
+import json
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -8,7 +9,7 @@ from fullspan.data.config import DataConfig
 from fullspan.data.encode import Encoder
 from fullspan.data.formats import read_rows
 from fullspan.data.packing import Document, Pack, pack_documents
-from fullspan.data.report import PackingReport, ReadLog, RowError
+from fullspan.data.report import PackingReport, ReadLog, RowError, brief
 from fullspan.errors import DataError
 
 
@@ -19,8 +20,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers lets through whatever it stumbles over
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise DataError(f"tokenizer: cannot load {folder}: {reason}") from error
+        raise DataError(f"tokenizer: cannot load {folder}: {brief(error)}") from error
 
 
 def load_documents(
@@ -70,3 +70,15 @@ def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
         if isinstance(token, int):
             return token
     raise DataError("the tokenizer has neither pad_token nor eos_token")
+
+
+def model_vocab_size(folder: Path) -> int | None:
+    """vocab_size of the config.json in `folder`; None when the folder holds only a tokenizer."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        size = json.loads(file.read_text("utf-8")).get("vocab_size")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"tokenizer: cannot read {file}: {error}") from error
+    return size if isinstance(size, int) else None

@@ -18,6 +18,11 @@ class RowError(DataError):
         super().__init__(f"{at}, field {where}: {reason}" if where else f"{at}: {reason}")
 
 
+def brief(error: Exception) -> str:
+    """The first line of somebody else's error message, or its type when there is none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 class FieldError(Exception):
     """Raised below the level that knows file and line; always turned into a RowError there."""
 

@@ -247,7 +247,7 @@ def _check_tokens(row: dict[str, Any]) -> None:
         if flag not in (0, 1):
             raise FieldError(f"mask[{index}]", f"expected 0, 1, true or false, got {flag!r}")
     for index, (token, label) in enumerate(zip(tokens, row.get("labels", ()))):
-        if label != _IGNORE and label != token:
+        if type(label) is not int or label not in (_IGNORE, token):
             raise FieldError(
                 f"labels[{index}]",
                 f"got {label!r}, expected {_IGNORE} or the token itself ({token}): "
