@@ -92,13 +92,17 @@ def train(config: "fullspan.train.config.RunConfig") -> int:
         FullspanError: something the user can mend; every rank raises.
     """
     with open_mesh(config.parallel, timeout_seconds=config.train.timeout_seconds) as mesh:
-        console = Console(first_rank=mesh.is_main)
-        parts = prepare(config, mesh, console)
-        run = _Run(config, mesh, console, parts)
-        try:
-            return run.run()
-        finally:
-            run.close()
+        return train_on(config, mesh)
+
+
+def train_on(config: "fullspan.train.config.RunConfig", mesh: Mesh) -> int:
+    """`train` where the ranks have met already."""
+    console = Console(first_rank=mesh.is_main)
+    run = _Run(config, mesh, console, prepare(config, mesh, console))
+    try:
+        return run.run()
+    finally:
+        run.close()
 
 
 class _Run:

@@ -7,7 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fullspan.data.inspect import report_lines, sample_text
 from fullspan.data.loader import PackLoader
+from fullspan.data.packing import IGNORE, Document, Pack
 from fullspan.data.report import PackingReport
 from fullspan.lora.inject import LoraConfig
 from fullspan.parallel.mesh import Mesh
@@ -17,32 +22,31 @@ if TYPE_CHECKING:
     import fullspan.train.config
     import fullspan.train.loop
 
+_SHOWN_TOKENS = 200
+"""on either side of where the training starts"""
+
 
 def _lines(*pairs: tuple[str, str]) -> str:
     return "\n".join(f"{name:<9} {text}" for name, text in pairs)
 
 
 def data_lines(name: str, path: str, report: PackingReport) -> str:
-    """What became of the rows of a data set; counts of zero are left out."""
-    fewest, mean, most = report.documents_per_pack
-    text = (
-        f"{path}: {report.documents:,} documents, {report.tokens:,} tokens, "
-        f"{report.trained_tokens:,} of them trained\n"
-        f"{'':<9} {report.packs:,} packs of {report.pack_length:,} rows, "
-        f"{report.efficiency:.1%} full, {fewest} to {most} documents each (mean {mean:.1f}), "
-        f"longest document {report.longest:,}"
-    )
-    losses = {
-        "bad rows skipped": len(report.bad_rows),
-        "dropped as too long": report.dropped,
-        "truncated": report.truncated,
-        "split": report.split,
-        "left out without a trained token": report.untrained,
-    }
-    told = [f"{count:,} {what}" for what, count in losses.items() if count]
-    if told:
-        text += f"\n{'':<9} {', '.join(told)}"
-    return _lines((name, text))
+    """What became of the rows of a data set."""
+    return "\n  ".join([f"{name:<9} {path}", *report_lines(report)])
+
+
+def sample_lines(pack: Pack, tokenizer: PreTrainedTokenizerBase, *, color: bool) -> str:
+    """The surroundings of the first trained token of a pack, decoded, trained tokens marked."""
+    predicted = pack.labels != IGNORE
+    trained = torch.cat([torch.zeros(1, dtype=torch.bool), predicted[:-1]])
+    first = int(trained.nonzero()[0])
+    document = int(torch.searchsorted(pack.cu_seqlens, first, right=True)) - 1
+    start, end = (int(bound) for bound in pack.cu_seqlens[document : document + 2])
+    start, end = max(start, first - _SHOWN_TOKENS), min(end, first + _SHOWN_TOKENS)
+    shown = Document(tokens=pack.tokens[start:end], trained=trained[start:end], source="")
+    text = sample_text(shown, tokenizer, color=color)
+    title = f"rows {start:,} to {end:,} of the first pack, trained tokens marked:"
+    return _lines(("sample", title)) + "\n  " + text.replace("\n", "\n  ")
 
 
 def model_lines(

@@ -6,6 +6,7 @@ those of the checkpoint to resume from, data that cannot be used, another order 
 
 import hashlib
 import random
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from fullspan import settings
 from fullspan.checkpoint.folders import Header, read_header
-from fullspan.checkpoint.load import load_model, progress_bar
+from fullspan.checkpoint.load import Progress, load_model, progress_bar
 from fullspan.checkpoint.resume import check_fingerprint, find_checkpoint
 from fullspan.data.load import load_packs, load_tokenizer
 from fullspan.data.loader import PackLoader
@@ -64,6 +65,7 @@ def prepare(config: "fullspan.train.config.RunConfig", mesh: Mesh, console: Cons
         config.data.path, config.data, tokenizer, vocab_size=model_config.vocab_size
     )
     console.print(report.data_lines("data", config.data.path, packing))
+    console.print(report.sample_lines(packs[0], tokenizer, color=sys.stdout.isatty()))
     eval_packs: list[Pack] = []
     if config.data.eval_path is not None:
         eval_packs, packing = load_packs(
@@ -78,7 +80,7 @@ def prepare(config: "fullspan.train.config.RunConfig", mesh: Mesh, console: Cons
     )
     if header is not None:
         loader.load_state(header.loader)
-    model = _load(config, mesh, model_config)
+    model = _load(config, mesh)
     adapted = inject(model, config.lora)
     session = Session(
         model,
@@ -162,23 +164,24 @@ def _start(
     return path, header
 
 
-def _load(
-    config: "fullspan.train.config.RunConfig", mesh: Mesh, model_config: DsaConfig
-) -> DsaForCausalLM:
+def _load(config: "fullspan.train.config.RunConfig", mesh: Mesh) -> DsaForCausalLM:
+    """The frozen model; the first rank shows how far it is."""
     dtype = _DTYPES[config.model.dtype]
-    options = resolve(config.ops, mesh.device, dtype)
-    path = Path(config.model.path)
-    arguments: dict[str, Any] = {
-        "dtype": dtype,
-        "device": mesh.device,
-        "options": options,
-        "recompute": config.train.recompute,
-        "config": model_config,
-    }
+
+    def load(progress: Progress | None) -> DsaForCausalLM:
+        return load_model(
+            Path(config.model.path),
+            dtype=dtype,
+            device=mesh.device,
+            options=resolve(config.ops, mesh.device, dtype),
+            recompute=config.train.recompute,
+            progress=progress,
+        )
+
     if not mesh.is_main:
-        return load_model(path, **arguments)
+        return load(None)
     with progress_bar("loading the model") as progress:
-        return load_model(path, **arguments, progress=progress)
+        return load(progress)
 
 
 def write_config(folder: Path, text: str) -> None:
