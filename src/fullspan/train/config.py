@@ -56,10 +56,6 @@ class RunConfig:
                 f"train.eval_every is {self.train.eval_every}, but there is no held-out data: "
                 "set data.eval_path, or train.eval_every = 0"
             )
-        if self.data.eval_path is not None and self.train.eval_every == 0:
-            raise ConfigError(
-                "data.eval_path is set, but train.eval_every = 0 never looks at it: leave one out"
-            )
         if self.optim.warmup_steps > self.train.steps:
             raise ConfigError(
                 f"optim.warmup_steps is {self.optim.warmup_steps}: it must be at most "

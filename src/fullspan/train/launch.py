@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullspan.errors import FullspanError, LaunchError
-from fullspan.train import ranks
+from fullspan.train import loop, ranks
 from fullspan.train.config import RunConfig, load_run_config
 
 EXIT_BUG = 1
@@ -44,7 +44,7 @@ SECONDS_BEFORE_EXIT = 1.0
 def run(
     path: Path, overrides: Sequence[str], found: ranks.Ranks, *, master_port: int | None
 ) -> int:
-    """Train as the configuration at `path` says; the exit code.
+    """Train as the configuration at `path` says; the exit code (128 + the signal that stopped it).
 
     found: what ranks.prepare has said about this process. Raises FullspanError, in a run with
     several ranks as a message that names the rank.
@@ -55,21 +55,13 @@ def run(
         port = ranks.local_port(os.environ, master_port)
         return start_ranks(config, found.world_size, port)
     try:
-        train(config)
+        return loop.train(config)
     except FullspanError as error:
         if found.world_size == 1:
             raise
         if _is_first_to_fail():
             raise type(error)(f"rank {found.rank}: {error}") from None
         return EXIT_USER_ERROR
-    return 0
-
-
-def train(config: RunConfig) -> None:
-    """What every rank does."""
-    from fullspan.train import loop
-
-    loop.train(config)
 
 
 def _is_first_to_fail() -> bool:
@@ -129,17 +121,17 @@ def start_ranks(config: RunConfig, count: int, port: int) -> int:
         _forward_signals() as received,
     ):
         try:
-            elastic_launch(launch_config, _rank_main)(config, folder, os.getpid())
+            codes = elastic_launch(launch_config, _rank_main)(config, folder, os.getpid())
         except ChildFailedError as failure:
             if received:
                 return 128 + received[0]
             return _explain(failure, _read_reports(Path(folder)))
         except RendezvousError as error:
             raise LaunchError(f"the ranks could not be started: {error}") from error
-    return 128 + received[0] if received else 0
+    return 128 + received[0] if received else max(codes.values())
 
 
-def _rank_main(config: RunConfig, folder: str, parent: int) -> None:
+def _rank_main(config: RunConfig, folder: str, parent: int) -> int:
     """One rank that start_ranks has started: trains, or leaves a report in `folder` and exits."""
     rank = int(os.environ["RANK"])
 
@@ -151,8 +143,7 @@ def _rank_main(config: RunConfig, folder: str, parent: int) -> None:
 
     signal.signal(signal.SIGINT, on_interrupt)
     try:
-        train(config)
-        return
+        return loop.train(config)
     except FullspanError as error:
         report = Report(rank=rank, seconds=time.time(), mendable=True, text=str(error))
     except Exception:
