@@ -74,10 +74,10 @@ class RunConfig:
 
     def _check_divides(self, ranks: int) -> None:
         if self.data.pack_length % ranks:
-            below = self.data.pack_length // ranks * ranks
+            above = -(-self.data.pack_length // ranks) * ranks
             raise ConfigError(
                 f"data.pack_length is {self.data.pack_length}: it must be a multiple of the "
-                f"{ranks} ranks that share a pack, such as {below or ranks} or {below + ranks}"
+                f"{ranks} ranks that share a pack, such as {above}"
             )
 
 
