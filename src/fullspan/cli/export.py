@@ -94,6 +94,7 @@ def _read_adapters(path: Path) -> dict[str, Any]:
     """Every adapter tensor of a checkpoint by its internal name; optimizer moments stay on disk."""
     import torch
     from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -110,7 +111,10 @@ def _read_adapters(path: Path) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             state_dict_loader.load(dict(state), storage_reader=reader, no_dist=True)
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"cannot read the adapters in {path}: {reason}") from error
+    # A damaged pickle can raise nearly anything, and CheckpointException is no Exception.
+    except (Exception, CheckpointException) as error:
+        if isinstance(error, CheckpointException):
+            error = next(iter(error.failures.values()))[0]
+        reason = getattr(error, "strerror", None) or f"damaged ({type(error).__name__})"
+        raise CheckpointError(f"cannot read the adapters in {path}: {reason}") from None
     return {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in state.items()}
