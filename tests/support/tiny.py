@@ -80,10 +80,11 @@ def local_loss(
     *,
     rank: int = 0,
     size: int = 1,
+    mode: str = "contiguous",
 ) -> tuple[Tensor, Tensor]:
     """This rank's share of the mean loss over the pack's trained tokens, and its hidden rows."""
     tokens, labels, layout = pack
-    partition = Partition(size=size, length=layout.padded_length)
+    partition = Partition(mode=mode, size=size, length=layout.padded_length)
     group = None if size == 1 else torch.distributed.group.WORLD
     sequence = SequenceContext.create(layout, partition, rank=rank, group=group)
     rows = partition.rows(rank)

@@ -50,6 +50,7 @@ class _AttentionCall:
     value_dim: int
     options: OpOptions
     group: dist.ProcessGroup
+    order: "GatherOrder | None"
     pending: PendingTensor | None = None
 
     def constants(self) -> tuple[None, float, int, str, int]:
@@ -96,11 +97,25 @@ class _GatheredSparseAttention(torch.autograd.Function):
         )
         placeholder = None
         if ctx.needs_input_grad[1]:
+            if call.order is not None:
+                grad_gathered = grad_gathered.index_select(0, call.order.gathered)
             call.pending = start_reduce_scatter_rows(grad_gathered, call.group)
             # Stands for the sum in flight: its values are never read, _AwaitGradient replaces it.
             rows = gathered.shape[0] // dist.get_world_size(call.group)
             placeholder = gathered.new_zeros(()).expand(rows, gathered.shape[1])
         return grad_query, placeholder, None, None, None, None
+
+
+@dataclass(frozen=True)
+class GatherOrder:
+    """How a gather in rank order becomes the pack in its own order, where the two differ.
+
+    places     place in the gather of each row of the pack
+    gathered   the inverse: row of the pack at each place of the gather
+    """
+
+    places: Int64[Tensor, "pack"]
+    gathered: Int64[Tensor, "pack"]
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,7 @@ class SequenceContext:
     key_start: Int64[Tensor, "rows"]
     key_end: Int64[Tensor, "rows"]
     group: dist.ProcessGroup | None = None
+    order: GatherOrder | None = None
 
     @classmethod
     def create(
@@ -149,7 +165,12 @@ class SequenceContext:
         rows = partition.rows(rank)
         start, end = layout.key_ranges(rows)
         facts = [tensor.to(device) for tensor in (layout.positions(rows), start, end)]
-        return cls(positions=facts[0], key_start=facts[1], key_end=facts[2], group=group)
+        order = None
+        if partition.mode != "contiguous" and group is not None:
+            order = GatherOrder(partition.places().to(device), partition.gathered().to(device))
+        return cls(
+            positions=facts[0], key_start=facts[1], key_end=facts[2], group=group, order=order
+        )
 
     def start_gather(self, latent: Float[Tensor, "rows qk"]) -> GatheredLatent:
         """Begin to send the latent to every rank; other work may run before `attend` uses it."""
@@ -159,7 +180,7 @@ class SequenceContext:
         self, keys: Float[Tensor, "rows index_dim"]
     ) -> Float[Tensor, "pack index_dim"]:
         """The frozen indexer's keys of the whole pack; no gradient flows through them."""
-        return gather_rows(keys.detach(), self.group)
+        return self._ordered(gather_rows(keys.detach(), self.group))
 
     def attend(
         self,
@@ -180,8 +201,12 @@ class SequenceContext:
                 query, latent.local, selection, scale=scale, value_dim=value_dim, options=options
             )
             return out
-        call = _AttentionCall(scale, value_dim, options, self.group)
+        call = _AttentionCall(scale, value_dim, options, self.group, self.order)
         awaited = _AwaitGradient.apply(latent.local, call)
+        gathered = self._ordered(latent.full.wait())
         return _GatheredSparseAttention.apply(
-            query, awaited, latent.full.wait(), selection.ids, selection.counts, call
+            query, awaited, gathered, selection.ids, selection.counts, call
         )
+
+    def _ordered(self, gathered: Tensor) -> Tensor:
+        return gathered if self.order is None else gathered.index_select(0, self.order.places)
