@@ -38,7 +38,7 @@ def write_texts(path: Path, count: int, seed: int) -> Path:
     return path
 
 
-def run_config(model: Path, folder: Path, name: str, **sections: dict[str, Any]) -> RunConfig:
+def run_config(model: Path, folder: Path, name: str, /, **sections: dict[str, Any]) -> RunConfig:
     """A small run into `folder`/`name`: 5 packs, 2 a step, shuffled; `sections` override."""
     data, held_out = folder / "train.jsonl", folder / "eval.jsonl"
     if not data.exists():

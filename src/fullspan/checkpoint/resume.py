@@ -101,9 +101,11 @@ def save_checkpoint(
         loader=dict(loader),
         files={},
     )
+    prefix = f"random.{_rank(group)}."
+    states = {prefix + name: state for name, state in random_states().items()}
     try:
         _on_first_rank(lambda: make_empty(saving), group)
-        names = _write(saving, {**tensors, **random_states(_rank(group))}, group)
+        names = _write(saving, {**tensors, **states}, group)
         _on_first_rank(lambda: complete(saving, final, header, names), group)
     except (CheckpointException, OSError) as error:
         room = _on_first_rank(lambda: discard(saving), group)
