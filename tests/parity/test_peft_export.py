@@ -21,6 +21,7 @@ from fullspan.lora.state import adapter_state, from_peft, to_peft
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.context import SequenceContext
+from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.sequence import Partition
 from fullspan.train.optim import OptimConfig
 from fullspan.train.session import Session
@@ -62,7 +63,8 @@ def _tokens(model: DsaForCausalLM) -> torch.Tensor:
 def _our_logits(model: DsaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     layout = PackedLayout(cu_seqlens=torch.tensor([0, LENGTH]), padded_length=LENGTH)
     partition = Partition(size=1, length=LENGTH)
-    sequence = SequenceContext.create(layout, partition, rank=0, group=None)
+    experts = ExpertParallel(experts=model.config.n_routed_experts)
+    sequence = SequenceContext.create(layout, partition, experts=experts)
     return model.logits(model(tokens, sequence))
 
 

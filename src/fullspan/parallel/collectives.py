@@ -66,12 +66,10 @@ def start_reduce_scatter_rows(full: Tensor, group: dist.ProcessGroup | None) -> 
 def all_to_all_rows(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """[sum(sent), ...] -> [sum(received), ...]: the first sent[0] rows go to rank 0, and so on; what
-    comes from rank 0 is first. Adjoint: the same with `sent` and `received` swapped."""
+    """[sum(sent), ...] -> [sum(received), ...]: the first sent[0] rows go to rank 0, and so on;
+    what comes from rank 0 is first. Adjoint: the same with `sent` and `received` swapped."""
     out = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(
-        out, rows.detach().contiguous(), list(received), list(sent), group=group
-    )
+    dist.all_to_all_single(out, rows.detach().contiguous(), list(received), list(sent), group=group)
     return out
 
 

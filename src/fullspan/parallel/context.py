@@ -36,6 +36,7 @@ from fullspan.parallel.collectives import (
     start_all_gather_rows,
     start_reduce_scatter_rows,
 )
+from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.sequence import Partition
 from fullspan.shapes import Float, Int64, Tensor
 
@@ -140,6 +141,7 @@ class SequenceContext:
     positions: Int64[Tensor, "rows"]
     key_start: Int64[Tensor, "rows"]
     key_end: Int64[Tensor, "rows"]
+    experts: ExpertParallel
     group: dist.ProcessGroup | None = None
     order: GatherOrder | None = None
 
@@ -149,6 +151,7 @@ class SequenceContext:
         layout: PackedLayout,
         partition: Partition,
         *,
+        experts: ExpertParallel,
         rank: int = 0,
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
@@ -169,7 +172,12 @@ class SequenceContext:
         if partition.mode != "contiguous" and group is not None:
             order = GatherOrder(partition.places().to(device), partition.gathered().to(device))
         return cls(
-            positions=facts[0], key_start=facts[1], key_end=facts[2], group=group, order=order
+            positions=facts[0],
+            key_start=facts[1],
+            key_end=facts[2],
+            experts=experts,
+            group=group,
+            order=order,
         )
 
     def start_gather(self, latent: Float[Tensor, "rows qk"]) -> GatheredLatent:

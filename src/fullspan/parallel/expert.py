@@ -1,7 +1,7 @@
-"""Expert parallelism: which experts a rank holds, and the exchange that brings rows to them and back.
+"""Expert parallelism: which experts a rank holds, and the exchange of rows with their ranks.
 
-    dispatch   slots sorted by expert, on the rank of their row  ->  slots sorted by local expert, on
-               the rank of their expert
+    dispatch   slots sorted by expert, on the rank of their row  ->  slots sorted by local expert,
+               on the rank of their expert
     combine    the inverse, for the experts' outputs
 
 Both are all-to-alls with autograd, and the adjoint of each is the other. The sizes of the parts
@@ -79,7 +79,7 @@ class ExpertParallel:
     def dispatch(
         self, slots: Float[Tensor, "slots hidden"], counts: Int64[Tensor, "experts"]
     ) -> Dispatch:
-        """`slots` sorted by expert, `counts[e]` of them for expert e, to the ranks of the experts."""
+        """`slots` sorted by expert, `counts[e]` of them for expert e, to their experts' ranks."""
         if self.group is None:
             return Dispatch(slots, counts)
         # Row r: what goes to the experts of rank r; after the exchange, what came from rank r.
@@ -104,7 +104,9 @@ class ExpertParallel:
         )
 
 
-def _by_expert(incoming: Int64[Tensor, "ranks local_experts"], slots: int) -> Int64[Tensor, "slots"]:
+def _by_expert(
+    incoming: Int64[Tensor, "ranks local_experts"], slots: int
+) -> Int64[Tensor, "slots"]:
     """Order that sorts slots that came rank by rank, and by expert within a rank, by expert alone;
     slots of one expert stay in the order of the ranks."""
     ranks, local = incoming.shape

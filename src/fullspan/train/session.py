@@ -27,10 +27,10 @@ from fullspan.checkpoint.resume import load_checkpoint, save_checkpoint
 from fullspan.data.packing import Pack
 from fullspan.errors import ConfigError, DataError, TrainingError
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.linear_cross_entropy.op import linear_cross_entropy
 from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.collectives import all_reduce_gradients, all_reduce_sum
 from fullspan.parallel.context import SequenceContext
+from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.mesh import Mesh
 from fullspan.parallel.sequence import Partition
 from fullspan.shapes import Float, Int64, Tensor
@@ -136,7 +136,12 @@ class Session:
             tokens=pack.tokens[row_ids].to(self.device),
             labels=pack.labels[row_ids].to(self.device),
             sequence=SequenceContext.create(
-                layout, partition, rank=self.cp_rank, group=self.group, device=self.device
+                layout,
+                partition,
+                experts=ExpertParallel(experts=self.model.config.n_routed_experts),
+                rank=self.cp_rank,
+                group=self.group,
+                device=self.device,
             ),
         )
 
@@ -147,9 +152,7 @@ class Session:
         every rank; `forward_backward` runs them one at a time.
         """
         hidden = self.model(microbatch.tokens, microbatch.sequence)
-        return linear_cross_entropy(
-            hidden, self.model.lm_head.weight, microbatch.labels, options=self.model.options
-        )
+        return self.model.token_losses(hidden, microbatch.labels)
 
     def forward_backward(
         self, packs: Sequence[Pack], loss_fn: LossFunction | None = None
