@@ -3,8 +3,8 @@
 A block gathers the keys of its rows; the rest is two batched products forward and four backward,
 in fp32 or wider. Only keys that a row selected are ever read: an empty slot points at another key
 of its row with probability zero, and a row without keys takes no part. Rows are grouped by how many
-slots they use, so that the first rows of a document do not pay for topk, and so that the bits of a
-row do not depend on its neighbours.
+slots they use, so that the first rows of a document do not pay for topk, and so that (with heads in
+multiples of four) the bits of a row do not depend on its neighbours.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def backward(
     """dquery like query; dkv [pack, qk] and dsink [heads] in fp32 or wider."""
     wide, heads, width = lse.dtype, query.shape[1], kv.shape[1]
     dquery = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    dkv, dsink = lse.new_zeros(kv.shape), lse.new_zeros(heads)
+    dkv, means = lse.new_zeros(kv.shape), lse.new_zeros(lse.shape)
     slot_bytes = _gathered_bytes(kv, wide) + wide.itemsize * (width + 4 * heads)
     block = _block_slots(ids, slot_bytes, 10 * wide.itemsize * heads * width, workspace_bytes)
     keys, dkeys, probs, dprobs, both = (
@@ -80,7 +80,7 @@ def backward(
         scaled, pull = query[part].to(wide) * scale, grad_out[part].to(wide)
         _logits(scaled, keys, empty, probs)
         probs.sub_(lse[part, :, None]).exp_()
-        mean = (out[part].to(wide) * pull).sum(2)
+        means[part] = mean = (out[part].to(wide) * pull).sum(2)
         _bmm(pull, keys[..., :value_dim].mT, dprobs)
         dlogits = dprobs.sub_(mean[..., None]).mul_(probs)
         dquery[part] = torch.bmm(dlogits, keys).mul_(scale).to(dquery.dtype)
@@ -88,9 +88,9 @@ def backward(
         torch.cat([dlogits, probs], 1, out=both.resize_(len(part), 2 * heads, slots.shape[1]))
         _bmm(both.mT, torch.cat([scaled, pad(pull, (0, width - value_dim))], 1), dkeys)
         _scatter_add(dkv, slots.flatten(), dkeys.flatten(0, 1))
-        if sink is not None:
-            dsink -= ((sink.to(wide) - lse[part]).exp_() * mean).sum(0)
-    return dquery, dkv, dsink
+    if sink is None:
+        return dquery, dkv, lse.new_zeros(heads)
+    return dquery, dkv, -((sink.to(wide) - lse).exp_() * means).sum(0)
 
 
 def _block_slots(ids: Tensor, slot_bytes: int, row_bytes: int, workspace_bytes: int) -> int:
