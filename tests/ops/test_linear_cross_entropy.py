@@ -51,7 +51,7 @@ def test_gradient_equals_finite_differences():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_error_is_at_most_that_of_plain_torch(dtype, monkeypatch):
-    """The loss is float32 whatever comes in; the gradient is rounded once, and when it is scaled."""
+    """The loss is float32 for any input; the gradient is rounded once, and again when scaled."""
     monkeypatch.setattr(reference, "WIDENED_ELEMENTS", 1000)  # several slices of the vocabulary
     hidden, weight, labels = inputs(64, 32, 500, dtype)
     loss = linear_cross_entropy(hidden, weight, labels, options=OPTIONS)

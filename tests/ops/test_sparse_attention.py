@@ -79,7 +79,7 @@ def test_lse_is_the_natural_log_of_the_denominator():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_error_is_at_most_that_of_plain_torch(dtype):
     """Against float64 of the same rounded inputs; a tenth more, as both are sums of roundings, and
-    two float32 roundings because the softmax is computed again.
+    four of float32 because the softmax is computed again from an lse of about 5.
     """
     query, kv, sink = leaves = inputs(40, 300, dtype=dtype)
     chosen = random_selection(40, 300, 200)
@@ -93,7 +93,7 @@ def test_error_is_at_most_that_of_plain_torch(dtype):
     ):
         assert one.dtype == dtype
         error, allowed = ((x.double() - truth).norm() / truth.norm() for x in (one, other))
-        assert error <= 1.1 * allowed + 2 * torch.finfo(torch.float32).eps
+        assert error <= 1.1 * allowed + 4 * torch.finfo(torch.float32).eps
 
 
 def test_empty_slots_are_never_read():
