@@ -163,7 +163,7 @@ def _unfold(key: str, module: LoRAModule, side: str, tensor: Tensor) -> Tensor:
         )
     if not isinstance(module, LoRAGroupedLinear):
         return tensor
-    experts = module.base.experts
+    experts = module.lora_a.shape[0]
     if side == "a":
         return tensor.unflatten(0, (experts, -1))
     return tensor.unflatten(1, (-1, experts)).permute(2, 0, 1)
