@@ -111,6 +111,12 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
 
 
+def expert_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the adapter parameters whose first dimension is the routed experts of this rank."""
+    grouped = [n for n, m in adapted_modules(model).items() if isinstance(m, LoRAGroupedLinear)]
+    return frozenset(f"{name}.{part}" for name in grouped for part in ("lora_a", "lora_b"))
+
+
 def _seed_of(seed: int, name: str) -> int:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)

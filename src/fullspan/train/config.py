@@ -25,10 +25,13 @@ class ModelConfig:
 
     path   a Hugging Face folder: config.json, safetensors, tokenizer
     dtype  of activations and of the frozen weights; adapters are float32 in any case
+    latent_norm_eps   of the latent norms. None: rms_norm_eps of config.json, as servers compute;
+                      `transformers` always uses 1e-6
     """
 
     path: str
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    latent_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -50,7 +53,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.parallel.cp:
-            self._check_divides(self.parallel.cp)
+            self._check_divides(self.parallel.dp * self.parallel.cp)
         if self.train.eval_every > 0 and self.data.eval_path is None:
             raise ConfigError(
                 f"train.eval_every is {self.train.eval_every}, but there is no held-out data: "
@@ -64,20 +67,17 @@ class RunConfig:
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ConfigError unless `world_size` ranks can run this."""
-        if self.parallel.cp not in (0, world_size):
-            raise ConfigError(
-                f"parallel.cp is {self.parallel.cp}, but the run has {world_size} "
-                f"rank{'s' if world_size > 1 else ''}: set parallel.cp (0 takes them all) or "
-                f"--nproc-per-node {self.parallel.cp}"
-            )
+        self.parallel.resolve_cp(world_size)
         self._check_divides(world_size)
 
-    def _check_divides(self, ranks: int) -> None:
-        if self.data.pack_length % ranks:
-            above = -(-self.data.pack_length // ranks) * ranks
+    def _check_divides(self, world_size: int) -> None:
+        multiple = self.parallel.pack_multiple(world_size)
+        if self.data.pack_length % multiple:
+            above = -(-self.data.pack_length // multiple) * multiple
             raise ConfigError(
-                f"data.pack_length is {self.data.pack_length}: it must be a multiple of the "
-                f"{ranks} ranks that share a pack, such as {above}"
+                f"data.pack_length is {self.data.pack_length}: it must be a multiple of "
+                f"{multiple} for the ranks that share a pack ({self.parallel.partition}), such as "
+                f"{above}"
             )
 
 

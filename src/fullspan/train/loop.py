@@ -162,7 +162,7 @@ class _Run:
         number, memory = self._agree(stop.signal_number)
         seconds = time.perf_counter() - started
         self._seconds.append(seconds)
-        total, per_rank = throughput(result.tokens, seconds, self.mesh.world_size)
+        total, per_rank = throughput(result.tokens, seconds, self.mesh.world.size)
         step = self.session.finished_steps
         record = {
             "kind": "train",
@@ -190,11 +190,11 @@ class _Run:
 
     def _agree(self, number: int) -> tuple[int, int]:
         """(a signal that any rank got, or 0; the highest peak memory of a rank, in bytes)."""
-        signals = torch.zeros(self.mesh.world_size, device=self.mesh.device)
-        memory = torch.zeros(self.mesh.world_size, device=self.mesh.device)
-        signals[self.mesh.rank] = number
-        memory[self.mesh.rank] = peak_memory(self.mesh.device).bytes
-        all_reduce_sum([signals, memory], self.mesh.cp_group)
+        signals = torch.zeros(self.mesh.world.size, device=self.mesh.device)
+        memory = torch.zeros(self.mesh.world.size, device=self.mesh.device)
+        signals[self.mesh.world.rank] = number
+        memory[self.mesh.world.rank] = peak_memory(self.mesh.device).bytes
+        all_reduce_sum([signals, memory], self.mesh.world.group)
         return int(signals.max()), int(memory.max())
 
     def _evaluation_is_missing(self) -> bool:
@@ -207,7 +207,7 @@ class _Run:
         due = step in (0, self.config.train.steps) or _is_due(step, self.config.train.eval_every)
         here = self.metrics is not None and not self.metrics.has_evaluation(step)
         answer = torch.tensor([float(due and here)], device=self.mesh.device)
-        all_reduce_sum([answer], self.mesh.cp_group)
+        all_reduce_sum([answer], self.mesh.world.group)
         return bool(answer.item())
 
     def _evaluate(self) -> None:

@@ -86,17 +86,18 @@ def batch_lines(
 ) -> str:
     """Topology and the arithmetic of a step."""
     rows = len(loader.packs[0].tokens)
-    step_rows = rows * config.accumulation
-    epochs = config.steps * config.accumulation / len(loader.packs)
+    packs = config.accumulation * mesh.dp.size
+    step_rows = rows * packs
+    epochs = config.steps * packs / len(loader.packs)
     return _lines(
         (
             "ranks",
-            f"{mesh.world_size}, each pack over {mesh.cp_size} ({session.partition}): "
-            f"{rows // mesh.cp_size:,} rows a rank",
+            f"{mesh.world.size} = dp {mesh.dp.size} x cp {mesh.cp.size}, ep {mesh.ep.size}; "
+            f"{session.partition}: {rows // mesh.cp.size:,} rows a rank",
         ),
         (
             "batch",
-            f"{config.accumulation} pack(s) x {rows:,} rows = {step_rows:,} rows a step; "
+            f"{packs} pack(s) x {rows:,} rows = {step_rows:,} rows a step; "
             f"{config.steps:,} steps = {config.steps * step_rows:,} rows = {epochs:.2f} epochs",
         ),
     )

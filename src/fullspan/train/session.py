@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullspan.checkpoint.folders import Header, read_header
 from fullspan.checkpoint.resume import load_checkpoint, save_checkpoint
-from fullspan.data.packing import Pack
+from fullspan.data.packing import Pack, untrained
 from fullspan.errors import ConfigError, DataError, TrainingError
+from fullspan.lora.inject import expert_parameters
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.collectives import all_reduce_gradients, all_reduce_sum
@@ -110,11 +112,16 @@ class Session:
         self.model = model
         self.adapters = dict(adapters)
         self.optimizer = AdapterOptimizer(adapters, optim, total_steps)
-        self.device = model.lm_head.weight.device
-        self.cp_rank, self.cp_size, self.group = 0, 1, None
-        if mesh is not None:
-            self.cp_rank, self.cp_size, self.group = mesh.cp_rank, mesh.cp_size, mesh.cp_group
+        self.mesh = mesh or Mesh.single(torch.device("cpu"))
+        self.device = self.mesh.device
         self.partition = partition
+        self.expert_parallel = ExpertParallel(
+            experts=model.config.n_routed_experts,
+            rank=self.mesh.ep.rank,
+            size=self.mesh.ep.size,
+            group=self.mesh.ep.group,
+        )
+        self._sharded = expert_parameters(model) if self.mesh.ep.size > 1 else frozenset()
         self._reduced = False
 
     @property
@@ -127,9 +134,10 @@ class Session:
         Raises:
             LayoutError: the ranks cannot share the pack evenly.
         """
-        partition = Partition(mode=self.partition, size=self.cp_size, length=len(pack.tokens))
+        cp = self.mesh.cp
+        partition = Partition(mode=self.partition, size=cp.size, length=len(pack.tokens))
         layout = PackedLayout(cu_seqlens=pack.cu_seqlens, padded_length=len(pack.tokens))
-        row_ids = partition.rows(self.cp_rank)
+        row_ids = partition.rows(cp.rank)
         return Microbatch(
             pack=pack,
             row_ids=row_ids.to(self.device),
@@ -138,9 +146,9 @@ class Session:
             sequence=SequenceContext.create(
                 layout,
                 partition,
-                experts=ExpertParallel(experts=self.model.config.n_routed_experts),
-                rank=self.cp_rank,
-                group=self.group,
+                experts=self.expert_parallel,
+                rank=cp.rank,
+                group=cp.group,
                 device=self.device,
             ),
         )
@@ -157,7 +165,9 @@ class Session:
     def forward_backward(
         self, packs: Sequence[Pack], loss_fn: LossFunction | None = None
     ) -> StepResult:
-        """Adds the gradients of the loss over `packs`, the microbatches of one step, to `.grad`.
+        """Adds the gradients of the loss over `packs`, all microbatches of one step, to `.grad`.
+
+        Replica d of n takes the packs d, d + n, ...; every rank is given all of them.
 
         The gradients stay those of this rank's rows until `gradients` or `optim_step`.
 
@@ -172,7 +182,7 @@ class Session:
             )
         trained = sum(pack.trained_tokens for pack in packs)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for pack in packs:
+        for pack in self._share(packs):
             microbatch = self.place(pack)
             losses = self.forward(microbatch)
             if loss_fn is not None:
@@ -188,7 +198,10 @@ class Session:
     def gradients(self) -> dict[str, Tensor]:
         """The gradients summed over the ranks, by the adapters' names. Entered by every rank."""
         if not self._reduced:
-            all_reduce_gradients(list(self.adapters.values()), self.group)
+            everywhere = [p for n, p in self.adapters.items() if n not in self._sharded]
+            all_reduce_gradients(everywhere, self.mesh.world.group)
+            shards = [p for n, p in self.adapters.items() if n in self._sharded]
+            all_reduce_gradients(shards, self.mesh.replicas.group)
             self._reduced = True
         return {name: p.grad for name, p in self.adapters.items() if p.grad is not None}
 
@@ -200,7 +213,7 @@ class Session:
                 gradient is left.
         """
         self.gradients()
-        norm = self.optimizer.gradient_norm()
+        norm = self._gradient_norm()
         value = float(norm)
         if not math.isfinite(value):
             self.zero_grad()
@@ -225,7 +238,7 @@ class Session:
         if not trained:
             raise DataError("the evaluation packs have no trained token (setting data.eval_path)")
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for pack in packs:
+        for pack in self._share(packs):
             total += self.forward(self.place(pack)).sum(dtype=torch.float64)
         return self._result(total, packs, trained)
 
@@ -246,7 +259,7 @@ class Session:
             loader=loader or {},
             fingerprint=fingerprint or {},
             keep_last=keep_last,
-            group=self.group,
+            group=self.mesh.world.group,
         )
 
     def load(self, path: Path) -> Header:
@@ -256,7 +269,8 @@ class Session:
             CheckpointError: it does not fit or is damaged. Nothing was changed.
         """
         header = read_header(path)
-        tensors = load_checkpoint(path, self._state_tensors(), self.group)
+        loaded = load_checkpoint(path, self._state_tensors(), self.mesh.world.group)
+        tensors = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in loaded.items()}
         moments = {n.removeprefix("optim."): t for n, t in tensors.items() if n[:6] == "optim."}
         with torch.no_grad():
             for name, parameter in self.adapters.items():
@@ -268,10 +282,36 @@ class Session:
     def _state_tensors(self) -> dict[str, Tensor]:
         adapters = {f"adapter.{name}": p.detach() for name, p in self.adapters.items()}
         moments = self.optimizer.state_tensors()
-        return adapters | {f"optim.{name}": tensor for name, tensor in moments.items()}
+        state = adapters | {f"optim.{name}": tensor for name, tensor in moments.items()}
+        return {name: self._global(name, tensor) for name, tensor in state.items()}
+
+    def _global(self, name: str, tensor: Tensor) -> Tensor:
+        """Of expert adapters the whole, of which this rank holds its experts' part: so that it can
+        be saved and loaded on any number of ranks."""
+        parameter = name.partition(".")[2].removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
+        if parameter not in self._sharded or self.mesh.experts is None:
+            return tensor
+        places = [Replicate(), Shard(0)]
+        return DTensor.from_local(tensor, self.mesh.experts, places, run_check=False)
+
+    def _share(self, packs: Sequence[Pack]) -> Sequence[Pack]:
+        """This replica's packs: as many as any other's, the last may be an untrained filler."""
+        dp = self.mesh.dp
+        if odd := len(packs) % dp.size:
+            packs = [*packs, *[untrained(packs[0])] * (dp.size - odd)]
+        return packs[dp.rank :: dp.size]
+
+    def _gradient_norm(self) -> Tensor:
+        """Of all gradients together, those of other ranks' experts included."""
+        if not self._sharded:
+            return self.optimizer.gradient_norm()
+        experts = self.optimizer.gradient_norm(self._sharded).square()
+        all_reduce_sum([experts], self.mesh.ep.group)
+        others = self.optimizer.gradient_norm(self.adapters.keys() - self._sharded)
+        return (others.square() + experts).sqrt()
 
     def _result(self, total: Tensor, packs: Sequence[Pack], trained: int) -> StepResult:
-        all_reduce_sum([total], self.group)
+        all_reduce_sum([total], self.mesh.world.group)
         loss = float(total) / max(trained, 1)
         if not math.isfinite(loss):
             self.zero_grad()

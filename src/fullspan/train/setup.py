@@ -56,7 +56,7 @@ def prepare(config: "fullspan.train.config.RunConfig", mesh: Mesh, console: Cons
     Raises:
         FullspanError: a setting, the data, the model folder or the checkpoint cannot be used.
     """
-    seed_generators(config.train.seed + mesh.rank)
+    seed_generators(config.train.seed + mesh.world.rank)
     marks = fingerprint(config)
     start, header = _start(config, mesh, console, marks)
     model_config = DsaConfig.load(Path(config.model.path))
@@ -74,7 +74,7 @@ def prepare(config: "fullspan.train.config.RunConfig", mesh: Mesh, console: Cons
         console.print(report.data_lines("held out", config.data.eval_path, packing))
     loader = PackLoader(
         packs,
-        microbatches=config.train.accumulation,
+        microbatches=config.train.accumulation * config.parallel.dp,
         shuffle=config.data.shuffle,
         seed=config.data.seed,
     )
@@ -116,7 +116,9 @@ def fingerprint(config: "fullspan.train.config.RunConfig") -> dict[str, Any]:
         "model.dtype": config.model.dtype,
         "the model's config.json": _digest(Path(config.model.path), "config.json"),
         "the model's weights": _digest(Path(config.model.path), "*.safetensors"),
-        "train.accumulation": config.train.accumulation,
+        "packs a step (train.accumulation x parallel.dp)": (
+            config.train.accumulation * config.parallel.dp
+        ),
     }
     if config.optim.schedule != "constant":
         marks["train.steps"] = config.train.steps
@@ -148,7 +150,7 @@ def _start(
 ) -> tuple[Path | None, Header | None]:
     """The checkpoint to resume from, checked against the settings."""
     folder = Path(config.train.output_dir)
-    path, remarks = find_checkpoint(config.checkpoint, folder, mesh.cp_group)
+    path, remarks = find_checkpoint(config.checkpoint, folder, mesh.world.group)
     for remark in remarks:
         console.print(remark)
     if path is None:
@@ -156,9 +158,9 @@ def _start(
     header = read_header(path)
     check_fingerprint(path, header, marks)
     console.print(f"resuming from {path}, after step {header.step} of {config.train.steps}")
-    if header.world_size != mesh.world_size:
+    if header.world_size != mesh.world.size:
         console.print(
-            f"it was written by {header.world_size} rank(s) and now there are {mesh.world_size}: "
+            f"it was written by {header.world_size} rank(s) and now there are {mesh.world.size}: "
             "losses will agree to rounding, not bit for bit"
         )
     return path, header
@@ -175,6 +177,9 @@ def _load(config: "fullspan.train.config.RunConfig", mesh: Mesh) -> DsaForCausal
             device=mesh.device,
             options=resolve(config.ops, mesh.device, dtype),
             recompute=config.train.recompute,
+            latent_norm_eps=config.model.latent_norm_eps,
+            mesh=mesh,
+            shard_weights=config.parallel.shard_weights,
             progress=progress,
         )
 

@@ -107,7 +107,7 @@ def test_required_sections(path, missing):
 def test_the_number_of_ranks_is_checked(path):
     config = load_run_config(path)
     config.check_ranks(4)
-    with pytest.raises(ConfigError, match=r"data.pack_length is 256: .* multiple of the 3 ranks"):
+    with pytest.raises(ConfigError, match=r"data.pack_length is 256: .* multiple of 3 for"):
         config.check_ranks(3)
     config = load_run_config(path, ["--parallel.cp", "2"])
     config.check_ranks(2)

@@ -58,13 +58,13 @@ class LanguageModelHead(Linear):
 
     def forward(
         self,
-        hidden: Float[Tensor, "rows hidden"],
+        x: Float[Tensor, "rows hidden"],
         labels: Int64[Tensor, "rows"] | None = None,
         options: OpOptions | None = None,
     ) -> Tensor:
         if labels is None or options is None:
-            return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, labels, options=options)
+            return super().forward(x)
+        return linear_cross_entropy(x, self.weight, labels, options=options)
 
 
 class DsaModel(nn.Module):
