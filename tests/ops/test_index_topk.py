@@ -134,6 +134,21 @@ def test_a_row_scores_the_same_in_any_company(heads, dim):
             assert torch.equal(alone, together[:, tile : tile + keys])
 
 
+def test_a_key_is_in_the_same_place_of_a_tile_for_every_row(monkeypatch):
+    """Some library may round by place, so blocks begin at whole tiles of the pack."""
+    firsts = []
+
+    def pack(score, first, start, end, original=reference.pack):
+        firsts.append(first)
+        return original(score, first, start, end)
+
+    monkeypatch.setattr(reference, "pack", pack)
+    query, key, weights = real_numbers(300, 3000, heads=4, dim=8)
+    start = torch.arange(300) + 250
+    index_topk(query, key, weights, start, start + 2000, topk=5, options=SMALL)
+    assert 0 in firsts and 512 in firsts and {first % 256 for first in firsts} == {0}
+
+
 def test_a_row_selects_the_same_on_any_rank():
     start, end = ranges([3, 130, 70], 5)
     query, key, weights = real_numbers(208, 208, heads=4, dim=16)
@@ -178,6 +193,14 @@ def test_minus_zero_ties_with_zero():
     packed = reference.pack(score, 7, torch.tensor([[0]]), torch.tensor([[99]]))
     assert packed[0].tolist() == sorted(packed[0].tolist(), reverse=True)
     assert reference.unpack(packed).tolist() == [[7, 8, 9, 10]]
+
+
+def test_ids_up_to_the_last_int32():
+    first = (1 << 31) - 4
+    span = torch.tensor([[first]]), torch.tensor([[1 << 31]])
+    packed = reference.pack(torch.tensor([[1.0, -1.0, 0.0, 1.0]]), first, *span)
+    assert reference.unpack(packed).tolist() == [[first, first + 1, first + 2, first + 3]]
+    assert reference.unpack(packed.topk(2).values).tolist() == [[first, first + 3]]
 
 
 def test_infinite_scores_are_ranked():
