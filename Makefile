@@ -36,7 +36,7 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt | $(BIN)/python
 
 $(INSTALLED_DEV): pyproject.toml constraints-cpu.txt | $(BIN)/python
 	$(PIP) -e ".[dev]"
-	@touch $@
+	@touch $@ $(INSTALLED)
 
 demo: $(INSTALLED)
 	@rm -rf "$(DEMO)/model" "$(DEMO)/data" "$(DEMO)/run"

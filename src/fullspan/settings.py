@@ -158,6 +158,7 @@ class _Builder:
                     f"{self._origin(value)}: {key} is a section, got {got!r}: "
                     f"name one of its keys, such as {key}.{dataclasses.fields(hint)[0].name}"
                 )
+            # is_dataclass also lets instances through; a hint is never one.
             return self.section(hint, value, key + ".")  # pyright: ignore[reportArgumentType]
         plain = _read_text(value.text, hint) if isinstance(value, Override) else value
         try:
