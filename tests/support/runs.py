@@ -45,5 +45,5 @@ def run_config(model: Path, folder: Path, name: str, /, **sections: dict[str, An
         "checkpoint": {},
     }
     for section, changes in sections.items():
-        values[section] = values[section] | changes
+        values[section] = values.get(section, {}) | changes
     return build(RunConfig, values, "the test")
