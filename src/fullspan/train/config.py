@@ -15,7 +15,6 @@ from fullspan.errors import ConfigError
 from fullspan.lora.inject import LoraConfig
 from fullspan.ops.backend import OpOptions
 from fullspan.parallel.mesh import ParallelConfig
-from fullspan.train.loop import LoopConfig
 from fullspan.train.optim import OptimConfig
 
 
@@ -36,6 +35,41 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("model.path is empty: name a folder with a checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """The [train] section.
+
+    steps             optimizer steps of the whole run
+    accumulation      packs a step (microbatches)
+    seed              of the global random generators; data and adapters have their own
+    recompute         run each layer again in the backward pass instead of keeping its activations
+    eval_every        steps between evaluations; 0: only before the first step and at the end
+    log_every         steps between console lines
+    tensorboard       also write TensorBoard files
+    output_dir        folder of the run
+    timeout_seconds   how long a rank waits for another before the run ends with an error
+    """
+
+    steps: int
+    accumulation: int = 1
+    seed: int = 0
+    recompute: bool = True
+    eval_every: int = 0
+    log_every: int = 1
+    tensorboard: bool = False
+    output_dir: str
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("accumulation", 1), ("log_every", 1), ("eval_every", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"train.{name} is {getattr(self, name)}: it must be >= {least}")
+        if not self.output_dir:
+            raise ConfigError("train.output_dir is empty: name a folder for the run")
+        if not self.timeout_seconds > 0:
+            raise ConfigError(f"train.timeout_seconds is {self.timeout_seconds}: it must be > 0")
 
 
 @dataclass(frozen=True, kw_only=True)

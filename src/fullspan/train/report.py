@@ -5,7 +5,6 @@ Text only, from what setup.py has built; nothing here decides anything.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,11 +15,8 @@ from fullspan.data.packing import IGNORE, Document, Pack
 from fullspan.data.report import PackingReport
 from fullspan.lora.inject import LoraConfig
 from fullspan.parallel.mesh import Mesh
+from fullspan.train.config import LoopConfig, ModelConfig
 from fullspan.train.session import Session
-
-if TYPE_CHECKING:
-    import fullspan.train.config
-    import fullspan.train.loop
 
 _SHOWN_TOKENS = 200
 """on either side of where the training starts"""
@@ -50,7 +46,7 @@ def sample_lines(pack: Pack, tokenizer: PreTrainedTokenizerBase, *, color: bool)
 
 
 def model_lines(
-    config: "fullspan.train.config.ModelConfig",
+    config: ModelConfig,
     session: Session,
     lora: LoraConfig,
     adapted: Sequence[str],
@@ -81,9 +77,7 @@ def model_lines(
     )
 
 
-def batch_lines(
-    config: "fullspan.train.loop.LoopConfig", mesh: Mesh, session: Session, loader: PackLoader
-) -> str:
+def batch_lines(config: LoopConfig, mesh: Mesh, session: Session, loader: PackLoader) -> str:
     """Topology and the arithmetic of a step."""
     rows = len(loader.packs[0].tokens)
     packs = config.accumulation * mesh.dp.size

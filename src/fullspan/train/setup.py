@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +29,9 @@ from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.backend import resolve
 from fullspan.parallel.mesh import Mesh
 from fullspan.train import report
+from fullspan.train.config import RunConfig
 from fullspan.train.metrics import Console
 from fullspan.train.session import Session
-
-if TYPE_CHECKING:
-    import fullspan.train.config
 
 CONFIG_FILE = "config.toml"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -50,7 +48,7 @@ class RunParts:
     fingerprint: Mapping[str, Any]
 
 
-def prepare(config: "fullspan.train.config.RunConfig", mesh: Mesh, console: Console) -> RunParts:
+def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
     """Builds the parts of a run on this rank, at the step where it starts.
 
     Raises:
@@ -106,7 +104,7 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def fingerprint(config: "fullspan.train.config.RunConfig") -> dict[str, Any]:
+def fingerprint(config: RunConfig) -> dict[str, Any]:
     """{setting: value} of everything that the next step of a run depends on beside its checkpoint.
 
     Left out are settings that change rounding at most ([parallel], [ops], train.recompute), paths,
@@ -143,7 +141,7 @@ def _digest(folder: Path, pattern: str) -> str:
 
 
 def _start(
-    config: "fullspan.train.config.RunConfig",
+    config: RunConfig,
     mesh: Mesh,
     console: Console,
     marks: Mapping[str, Any],
@@ -166,7 +164,7 @@ def _start(
     return path, header
 
 
-def _load(config: "fullspan.train.config.RunConfig", mesh: Mesh) -> DsaForCausalLM:
+def _load(config: RunConfig, mesh: Mesh) -> DsaForCausalLM:
     """The frozen model; the first rank shows how far it is."""
     dtype = _DTYPES[config.model.dtype]
 

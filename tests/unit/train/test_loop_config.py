@@ -3,7 +3,7 @@
 import pytest
 
 from fullspan.errors import ConfigError
-from fullspan.train.loop import LoopConfig
+from fullspan.train.config import LoopConfig
 from fullspan.train.setup import fingerprint
 from tests.support.runs import run_config
 
