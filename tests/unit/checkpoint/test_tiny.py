@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullspan.checkpoint.tiny import init_tiny
+from fullspan.cli.main import main
 from fullspan.errors import CheckpointError
 from tests.support.tiny import FAMILIES
 from tests.unit.checkpoint.conftest import all_tensors, shards
@@ -222,3 +223,34 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot write a checkpoint"):
         init_tiny(tmp_path / "file" / "below")
+
+
+def test_the_command_says_what_it_wrote(tmp_path, capsys, tiny_checkpoints):
+    folder = tmp_path / "model"
+    assert main(["init-tiny", str(folder), "--family", "deepseek_v32"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1 and str(folder) in told and "deepseek_v32" in told
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    same = tiny_checkpoints["deepseek_v32"]
+    assert files == {file.name: file.read_bytes() for file in same.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [([], "notes.md"), (["--force", "--family", "llama"], "llama"), (["--dtype", "int8"], "int8")],
+)
+def test_the_command_refuses_in_one_line(tmp_path, capsys, words, told):
+    (tmp_path / "notes.md").write_text("mine")
+    assert main(["init-tiny", str(tmp_path), *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and told in error and "Traceback" not in error
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.md"]
+
+
+def test_the_command_takes_seed_dtype_and_force(tmp_path):
+    (tmp_path / "notes.md").write_text("mine")
+    options = ["--seed", "3", "--dtype", "bfloat16", "--force"]
+    assert main(["init-tiny", str(tmp_path), *options]) == 0
+    init_tiny(tmp_path / "same", seed=3, dtype="bfloat16")
+    got, wanted = all_tensors(tmp_path), all_tensors(tmp_path / "same")
+    assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
