@@ -102,5 +102,5 @@ def all_reduce_gradients(
 
 
 def gather_rows(local: Float[Tensor, "rows *rest"], group: dist.ProcessGroup | None) -> Tensor:
-    """The blocking form of `start_all_gather_rows`, for indexer keys and parity checks."""
+    """The blocking form of `start_all_gather_rows`, for parity checks."""
     return start_all_gather_rows(local, group).wait()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullspan.errors import ConfigError, LaunchError
+from fullspan.parallel.balance import check_choice
 from fullspan.parallel.sequence import PARTITIONS
 
 
@@ -34,6 +35,8 @@ class ParallelConfig:
     ep              ranks that share the routed experts
     partition       which rows of a pack each rank holds
     shard_weights   spread the other frozen weights over all ranks, and gather them layer by layer
+    balance_indexer   trade rows between mirrored ranks so that their indexers do equal work; auto:
+                    where it saves more time than it takes, by the numbers of balance.py
     """
 
     dp: int = 1
@@ -41,6 +44,7 @@ class ParallelConfig:
     ep: int = 1
     partition: str = "contiguous"
     shard_weights: bool = False
+    balance_indexer: str = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (("dp", 1), ("cp", 0), ("ep", 1)):
@@ -52,6 +56,7 @@ class ParallelConfig:
             raise ConfigError(
                 f"parallel.partition is {self.partition!r}: allowed are {', '.join(PARTITIONS)}"
             )
+        check_choice(self.balance_indexer)
 
     def resolve_cp(self, world_size: int) -> int:
         """Ranks that share one pack, among `world_size` ranks.

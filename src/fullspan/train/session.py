@@ -30,6 +30,7 @@ from fullspan.errors import ConfigError, DataError, TrainingError
 from fullspan.lora.inject import expert_parameters
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.packed import PackedLayout
+from fullspan.parallel.balance import IndexerBalance
 from fullspan.parallel.collectives import all_reduce_gradients, all_reduce_sum
 from fullspan.parallel.context import SequenceContext
 from fullspan.parallel.expert import ExpertParallel
@@ -85,6 +86,7 @@ class Session:
         total_steps: where the learning rate's decay ends.
         mesh: the ranks; None: this process alone.
         partition: which rows of a pack each rank holds.
+        balance_indexer: whether ranks trade rows of the indexer, see ParallelConfig.
 
     Raises:
         ConfigError: `adapters` are not exactly what requires a gradient in `model`.
@@ -99,6 +101,7 @@ class Session:
         total_steps: int,
         mesh: Mesh | None = None,
         partition: str = "contiguous",
+        balance_indexer: str = "auto",
     ):
         trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         if trainable != set(adapters) or not adapters:
@@ -120,6 +123,13 @@ class Session:
             rank=self.mesh.ep.rank,
             size=self.mesh.ep.size,
             group=self.mesh.ep.group,
+        )
+        self.balance = IndexerBalance(
+            choice=balance_indexer,
+            heads=model.config.index_n_heads,
+            dim=model.config.index_head_dim,
+            topk=model.config.index_topk,
+            itemsize=model.model.norm.weight.dtype.itemsize,
         )
         self._sharded = expert_parameters(model) if self.mesh.ep.size > 1 else frozenset()
         self._reduced = False
@@ -150,6 +160,7 @@ class Session:
                 rank=cp.rank,
                 group=cp.group,
                 device=self.device,
+                balance=self.balance,
             ),
         )
 

@@ -87,6 +87,7 @@ def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
         total_steps=config.train.steps,
         mesh=mesh,
         partition=config.parallel.partition,
+    balance_indexer=config.parallel.balance_indexer,
     )
     console.print(report.model_lines(config.model, session, config.lora, adapted))
     console.print(report.batch_lines(config.train, mesh, session, loader))
