@@ -75,8 +75,7 @@ def all_to_all_rows(
 
 def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Replace each tensor by its sum over the ranks, in place, in one message: the tensors are
-    joined in their order in float32. Every rank must pass the same shapes. The adjoint of a sum
-    over ranks is a copy, so it is never differentiated.
+    joined in their order in float32. Every rank must pass the same shapes. Never differentiated.
     """
     if group is None or not tensors:
         return
@@ -84,6 +83,19 @@ def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -
     dist.all_reduce(joined, dist.ReduceOp.SUM, group)
     for tensor, part in zip(tensors, joined.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[...] on each rank -> [...], the sum over ranks, on every rank, in the dtype of `tensor`.
+
+    Adjoint: itself. Every rank goes on with the same sum, so the gradient of each rank's term is
+    the sum over ranks of what they each made of it.
+    """
+    if group is None:
+        return tensor
+    total = tensor.detach().clone()
+    dist.all_reduce(total, dist.ReduceOp.SUM, group)
+    return total
 
 
 def all_reduce_gradients(

@@ -5,6 +5,8 @@ steps, its console and its files are loop.py's.
     result = session.forward_backward(packs)    # loss of the whole step over all ranks
     update = session.optim_step()               # reduces, clips, updates
 
+`forward_backward` takes other losses than cross-entropy too, see losses.py.
+
 Global token normalisation: the loss of a step is the sum of the negative log likelihoods of every
 trained token in all its packs and on all ranks, divided by their number in all packs and on all
 ranks, and the gradients are exactly those of that loss. It therefore does not depend on how the
@@ -14,6 +16,7 @@ the same packs, and enter every collective also with no trained token of their o
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +30,7 @@ from fullspan.checkpoint.folders import Header, read_header
 from fullspan.checkpoint.resume import load_checkpoint, save_checkpoint
 from fullspan.data.packing import Pack, untrained
 from fullspan.errors import ConfigError, DataError, TrainingError
-from fullspan.lora.inject import expert_parameters
+from fullspan.lora.inject import adapters_off, expert_parameters
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.balance import IndexerBalance
@@ -57,12 +60,27 @@ class Microbatch:
 
 LossFunction = Callable[[Tensor, Microbatch], Tensor]
 """(negative log likelihood of each local row [rows], 0 where untrained; its microbatch) -> losses,
-of any shape, whose sum over rows, ranks and microbatches is divided by the trained tokens."""
+of any shape, whose sum over rows, ranks and microbatches is divided by the trained tokens of all
+packs, or by what a `Loss` counts. It is called on every rank, also without a trained row, and what
+it returns depends on its first argument there too."""
+
+
+class Loss(ABC):
+    """A LossFunction that is divided by something else than the trained tokens."""
+
+    @abstractmethod
+    def __call__(self, nll: Tensor, microbatch: Microbatch) -> Tensor:
+        """See LossFunction."""
+
+    @abstractmethod
+    def count(self, pack: Pack) -> float:
+        """What `pack` adds to the divisor, not negative. The same on every rank, as the pack is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Of all ranks together. loss: per trained token. tokens: of the packs, without padding."""
+    """Of all ranks together. loss: per trained token, or per what a `Loss` counts. tokens: of the
+    packs, without padding."""
 
     loss: float
     trained_tokens: int
@@ -173,6 +191,12 @@ class Session:
         hidden = self.model(microbatch.tokens, microbatch.sequence)
         return self.model.token_losses(hidden, microbatch.labels)
 
+    @torch.no_grad()
+    def base_losses(self, microbatch: Microbatch) -> Float[Tensor, "rows"]:
+        """What `forward` would give without adapters, without its graph. Entered by every rank."""
+        with adapters_off(self.model):
+            return self.forward(microbatch)
+
     def forward_backward(
         self, packs: Sequence[Pack], loss_fn: LossFunction | None = None
     ) -> StepResult:
@@ -191,7 +215,10 @@ class Session:
                 "the gradients are summed over the ranks already: call optim_step or zero_grad "
                 "before the next forward_backward"
             )
-        trained = sum(pack.trained_tokens for pack in packs)
+        count = sum(
+            loss_fn.count(pack) if isinstance(loss_fn, Loss) else pack.trained_tokens
+            for pack in packs
+        )
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for pack in self._share(packs):
             microbatch = self.place(pack)
@@ -202,9 +229,9 @@ class Session:
                     raise ConfigError(
                         "loss_fn must return a value computed from its first argument"
                     )
-            (losses.sum() / max(trained, 1)).backward()
+            (losses.sum() / (count or 1)).backward()
             total += losses.detach().sum(dtype=torch.float64)
-        return self._result(total, packs, trained)
+        return self._result(total, packs, count)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients summed over the ranks, by the adapters' names. Entered by every rank."""
@@ -321,12 +348,13 @@ class Session:
         others = self.optimizer.gradient_norm(self.adapters.keys() - self._sharded)
         return (others.square() + experts).sqrt()
 
-    def _result(self, total: Tensor, packs: Sequence[Pack], trained: int) -> StepResult:
+    def _result(self, total: Tensor, packs: Sequence[Pack], count: float) -> StepResult:
         all_reduce_sum([total], self.mesh.world.group)
-        loss = float(total) / max(trained, 1)
+        loss = float(total) / (count or 1)
         if not math.isfinite(loss):
             self.zero_grad()
             raise TrainingError(self._not_finite("loss", loss))
+        trained = sum(pack.trained_tokens for pack in packs)
         tokens = sum(int(pack.cu_seqlens[-1]) for pack in packs)
         return StepResult(loss=loss, trained_tokens=trained, tokens=tokens)
 
