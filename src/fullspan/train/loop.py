@@ -21,8 +21,8 @@ from signal import Signals
 
 import torch
 
+from fullspan.checkpoint.adapter import write_adapter
 from fullspan.checkpoint.resume import FOLDER
-from fullspan.lora.state import to_peft
 from fullspan.parallel.collectives import all_reduce_sum
 from fullspan.parallel.mesh import Mesh, open_mesh
 from fullspan.train.config import RunConfig
@@ -80,7 +80,7 @@ class _Run:
         self.eval_packs, self.fingerprint = parts.eval_packs, parts.fingerprint
         self.folder = Path(config.train.output_dir)
         self.metrics: MetricsWriter | None = None
-        self.saved_step = self.session.finished_steps if self.session.finished_steps else None
+        self.checkpoint = parts.start
         if mesh.is_main:
             self.metrics = MetricsWriter(
                 self.folder,
@@ -193,6 +193,7 @@ class _Run:
             fingerprint=self.fingerprint,
             keep_last=self.config.checkpoint.keep_last,
         )
+        self.checkpoint = path
         self.console.print(f"saved {path}")
         return path
 
@@ -206,11 +207,18 @@ class _Run:
         return 128 + number
 
     def _finish(self) -> None:
-        """The adapter and the plot, by the first rank."""
+        """The adapter and the plot, by the first rank: from the last checkpoint, which holds the
+        experts of every rank."""
         if self.metrics is None:
             return
+        assert self.checkpoint is not None, "the last step saves"
         adapter, plot = self.folder / ADAPTER_FOLDER, self.folder / PLOT_FILE
-        to_peft(self.session.model, self.config.lora, self.config.model.path, adapter)
+        write_adapter(
+            self.checkpoint,
+            adapter,
+            model_path=Path(self.config.model.path),
+            lora=self.config.lora,
+        )
         plot_losses(self.metrics.records, plot, f"Training loss: {self.folder.name}")
         self.console.print(
             f"finished {self.config.train.steps} steps\n"

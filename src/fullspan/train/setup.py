@@ -18,7 +18,7 @@ import torch
 from fullspan import settings
 from fullspan.checkpoint.folders import Header, read_header
 from fullspan.checkpoint.load import Progress, load_model, progress_bar
-from fullspan.checkpoint.resume import check_fingerprint, find_checkpoint
+from fullspan.checkpoint.resume import check_fingerprint, find_checkpoint, stored_shapes
 from fullspan.data.load import load_packs, load_tokenizer
 from fullspan.data.loader import PackLoader
 from fullspan.data.packing import Pack
@@ -40,12 +40,14 @@ _SAMPLED_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What the loop runs on. fingerprint: settings that a resumed run must share."""
+    """What the loop runs on. fingerprint: settings that a resumed run must share. start: the
+    checkpoint that the run continues from."""
 
     session: Session
     loader: PackLoader
     eval_packs: list[Pack]
     fingerprint: Mapping[str, Any]
+    start: Path | None
 
 
 def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
@@ -87,7 +89,7 @@ def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
         total_steps=config.train.steps,
         mesh=mesh,
         partition=config.parallel.partition,
-    balance_indexer=config.parallel.balance_indexer,
+        balance_indexer=config.parallel.balance_indexer,
     )
     console.print(report.model_lines(config.model, session, config.lora, adapted))
     console.print(report.batch_lines(config.train, mesh, session, loader))
@@ -95,7 +97,9 @@ def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
         session.load(start)
     if mesh.is_main:
         write_config(Path(config.train.output_dir), settings.dump_toml(config))
-    return RunParts(session=session, loader=loader, eval_packs=eval_packs, fingerprint=marks)
+    return RunParts(
+        session=session, loader=loader, eval_packs=eval_packs, fingerprint=marks, start=start
+    )
 
 
 def seed_generators(seed: int) -> None:
@@ -156,6 +160,7 @@ def _start(
         return None, None
     header = read_header(path)
     check_fingerprint(path, header, marks)
+    stored_shapes(path)  # readable at all
     console.print(f"resuming from {path}, after step {header.step} of {config.train.steps}")
     if header.world_size != mesh.world.size:
         console.print(
