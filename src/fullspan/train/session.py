@@ -133,7 +133,7 @@ class Session:
         self.model = model
         self.adapters = dict(adapters)
         self.optimizer = AdapterOptimizer(adapters, optim, total_steps)
-        self.mesh = mesh or Mesh.single(torch.device("cpu"))
+        self.mesh = mesh or Mesh.single(next(iter(adapters.values())).device)
         self.device = self.mesh.device
         self.partition = partition
         self.expert_parallel = ExpertParallel(
