@@ -80,6 +80,24 @@ def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
     )
     if header is not None:
         loader.load_state(header.loader)
+    session, adapted = open_session(config, mesh)
+    console.print(report.model_lines(config.model, session, config.lora, adapted))
+    console.print(report.batch_lines(config.train, mesh, session, loader))
+    if start is not None:
+        session.load(start)
+    if mesh.is_main:
+        write_config(Path(config.train.output_dir), settings.dump_toml(config))
+    return RunParts(
+        session=session, loader=loader, eval_packs=eval_packs, fingerprint=marks, start=start
+    )
+
+
+def open_session(config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
+    """A session with the configuration's model and fresh adapters, and what they adapt.
+
+    Raises:
+        FullspanError: the model folder, the adapters' targets or the ranks do not fit.
+    """
     model = _load(config, mesh)
     adapted = inject(model, config.lora)
     session = Session(
@@ -91,15 +109,7 @@ def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
         partition=config.parallel.partition,
         balance_indexer=config.parallel.balance_indexer,
     )
-    console.print(report.model_lines(config.model, session, config.lora, adapted))
-    console.print(report.batch_lines(config.train, mesh, session, loader))
-    if start is not None:
-        session.load(start)
-    if mesh.is_main:
-        write_config(Path(config.train.output_dir), settings.dump_toml(config))
-    return RunParts(
-        session=session, loader=loader, eval_packs=eval_packs, fingerprint=marks, start=start
-    )
+    return session, adapted
 
 
 def seed_generators(seed: int) -> None:
