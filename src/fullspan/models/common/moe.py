@@ -108,9 +108,10 @@ class MixtureOfExperts(nn.Module):
     ) -> Float[Tensor, "rows hidden"]:
         routing = self.gate(x)
         chosen = routing.experts.shape[1]
-        # Slot -> (row, choice), sorted by expert.
-        order = routing.experts.flatten().argsort(stable=True)
-        counts = torch.bincount(routing.experts.flatten(), minlength=parallel.experts)
+        # Slot -> (row, choice), sorted by expert. Not bincount: on a GPU it asks the host twice.
+        expert, order = routing.experts.flatten().sort(stable=True)
+        ends = torch.arange(parallel.experts + 1, device=expert.device)
+        counts = torch.searchsorted(expert, ends).diff()
         dispatch = parallel.dispatch(x[order // chosen], counts)
         out = parallel.combine(self.experts(dispatch.rows, dispatch.counts), dispatch)
         back = torch.empty_like(order)
