@@ -18,14 +18,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullspan.errors import ConfigError
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.selection import Selection
 from fullspan.parallel.collectives import all_to_all_rows
+from fullspan.parallel.config import check_choice
 from fullspan.parallel.sequence import Partition
 from fullspan.shapes import Float, Float32, Int64, Tensor
-
-CHOICES = ("auto", "on", "off")
 
 # What "auto" reckons with.
 SCORING_FLOPS_PER_SECOND = 605e12  # a bf16 index scorer, measured on one H200
@@ -171,14 +169,6 @@ class IndexerBalance:
         near = len(pairs) <= RANKS_PER_NODE
         rate = NVLINK_BYTES_PER_SECOND if near else NETWORK_BYTES_PER_SECOND
         return EXCHANGE_SECONDS + traded * self.row_bytes / rate
-
-
-def check_choice(choice: str) -> None:
-    """Raise ConfigError unless parallel.balance_indexer can be `choice`."""
-    if choice not in CHOICES:
-        raise ConfigError(
-            f"parallel.balance_indexer is {choice!r}: allowed are {', '.join(CHOICES)}"
-        )
 
 
 def _lengths(layout: PackedLayout, rows: Int64[Tensor, "rows"]) -> Int64[Tensor, "rows"]:
