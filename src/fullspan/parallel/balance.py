@@ -16,12 +16,12 @@ ranks only, and the attention, which reads index_topk keys whatever the range, n
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.selection import Selection
 from fullspan.parallel.collectives import all_to_all_rows
 from fullspan.parallel.config import check_choice
+from fullspan.parallel.group import Group
 from fullspan.parallel.sequence import Partition
 from fullspan.shapes import Float, Float32, Int64, Tensor
 
@@ -80,14 +80,16 @@ class Trade:
         self,
         query: Float[Tensor, "rows index_heads index_dim"],
         weights: Float32[Tensor, "rows index_heads"],
-        group: dist.ProcessGroup,
+        group: Group,
     ) -> tuple[
         Float[Tensor, "scored index_heads index_dim"], Float32[Tensor, "scored index_heads"]
     ]:
         """The rows that this rank scores. Query and weights of a row travel as one run of bytes."""
         parts = (query.flatten(1), weights)
         packed = [part[self.sent].contiguous().view(torch.uint8) for part in parts]
-        arrived = all_to_all_rows(torch.cat(packed, 1), self.sends, self.receives, group)
+        arrived = all_to_all_rows(
+            torch.cat(packed, 1), self.sends, self.receives, group, "rows of the indexer"
+        )
         widths = [part.shape[1] for part in packed]
         scored = [
             torch.cat([part[self.kept], received.contiguous().view(part.dtype)])
@@ -95,11 +97,11 @@ class Trade:
         ]
         return scored[0].unflatten(1, query.shape[1:]), scored[1]
 
-    def give_back(self, found: Selection, group: dist.ProcessGroup) -> Selection:
+    def give_back(self, found: Selection, group: Group) -> Selection:
         """The selection of every local row, from what this rank and its mirror found."""
         kept = len(self.kept)
         answers = torch.cat([found.ids[kept:], found.counts[kept:, None]], 1)
-        returned = all_to_all_rows(answers, self.receives, self.sends, group)
+        returned = all_to_all_rows(answers, self.receives, self.sends, group, "selections")
         ids = found.ids.new_empty((kept + len(self.sent), found.ids.shape[1]))
         counts = found.counts.new_empty(len(ids))
         ids[self.kept], counts[self.kept] = found.ids[:kept], found.counts[:kept]

@@ -154,7 +154,7 @@ class _Run:
         memory = torch.zeros(self.mesh.world.size, device=self.mesh.device)
         signals[self.mesh.world.rank] = number
         memory[self.mesh.world.rank] = peak_memory(self.mesh.device).bytes
-        all_reduce_sum([signals, memory], self.mesh.world.group)
+        all_reduce_sum([signals, memory], self.mesh.world.group, "signals and memory")
         return int(signals.max()), int(memory.max())
 
     def _evaluation_is_missing(self) -> bool:
@@ -167,7 +167,7 @@ class _Run:
         due = step in (0, self.config.train.steps) or _is_due(step, self.config.train.eval_every)
         here = self.metrics is not None and not self.metrics.has_evaluation(step)
         answer = torch.tensor([float(due and here)], device=self.mesh.device)
-        all_reduce_sum([answer], self.mesh.world.group)
+        all_reduce_sum([answer], self.mesh.world.group, "whether to evaluate")
         return bool(answer.item())
 
     def _evaluate(self) -> None:

@@ -163,7 +163,8 @@ def _start(
 ) -> tuple[Path | None, Header | None]:
     """The checkpoint to resume from, checked against the settings."""
     folder = Path(config.train.output_dir)
-    path, remarks = find_checkpoint(config.checkpoint, folder, mesh.world.group)
+    with mesh.watch.exchange("the choice of a checkpoint"):
+        path, remarks = find_checkpoint(config.checkpoint, folder, mesh.world.process_group)
     for remark in remarks:
         console.print(remark)
     if path is None:
