@@ -23,6 +23,7 @@ from fullspan.parallel.sequence import Partition
 from fullspan.parallel.shard import ShardedWeights
 from fullspan.train.optim import OptimConfig
 from fullspan.train.session import Session
+from tests.support.budget import layer_budget
 from tests.support.ranks import run_ranks
 from tests.support.tiny import EVERY_TARGET, random_pack
 from tests.support.wire import Event, Wire
@@ -84,9 +85,10 @@ def record(rank: int, size: int, folder: Path, settings: dict) -> dict[str, Any]
     tables.clear()
     wire.follow(model)
     with wire:
-        session.forward_backward(packs)
-        session.optim_step()
+        loss = session.forward_backward(packs).loss
+        norm = session.optim_step().grad_norm
     return {
+        "result": (loss, norm),
         "config": model.config,
         "events": wire.events,
         "whole": wire.most_units_whole,
@@ -117,35 +119,38 @@ def steps(request, tiny_checkpoints) -> tuple[dict, list[dict[str, Any]]]:
     return settings, run_ranks(RANKS, record, tiny_checkpoints["glm_moe_dsa"], settings)
 
 
+@pytest.fixture(scope="module")
+def alone(tiny_checkpoints) -> dict[str, Any]:
+    """One rank."""
+    return run_ranks(1, record, tiny_checkpoints["glm_moe_dsa"], {"cp": 1})[0]
+
+
+def test_the_recorded_steps_are_right(steps, alone):
+    """Loss and gradient norm of one rank; it moves nothing."""
+    assert not [event for event in alone["events"] if event.kind == "start"]
+    _, ranks = steps
+    for recorded in ranks:
+        assert recorded["result"] == pytest.approx(alone["result"], rel=1e-6)
+
+
 def expected(settings: dict, ranks: list[dict], rank: int) -> Counter:
     """Bytes that `rank` receives, by (pass, unit, item), as docs/parallelism.md has them."""
     mine = ranks[rank]
     config: DsaConfig = mine["config"]
-    others, rows = RANKS - 1, LENGTH // RANKS
-    latent = others * rows * (config.kv_lora_rank + config.qk_rope_head_dim)
-    keys = others * rows * config.index_head_dim * ITEM
-    index_query = config.index_n_heads * (config.index_head_dim * ITEM + 4)
-    index_answer = 4 * (config.index_topk + 1)
-    shares = [others * share for share in mine["shares"]]
+    shares = [(RANKS - 1) * share for share in mine["shares"]]
     layers = range(1, config.num_hidden_layers + 1)
     bytes_of: Counter = Counter()
     for microbatch in range(len(PACKS)):
         for unit in layers:
-            bytes_of["forward", unit, "latent"] += latent * ITEM
-            bytes_of["recompute", unit, "latent"] += latent * ITEM
-            bytes_of["backward", unit, "latent gradient"] += latent * 4
-            if config.indexer_types[unit - 1] == "full":
-                sends, receives = mine["traded"][microbatch]
-                traded = receives * index_query + sends * index_answer
-                bytes_of["forward", unit, "index keys"] += keys
-                bytes_of["forward", unit, "index rows"] += traded
+            slots = 0
             if config.mlp_layer_types[unit - 1] == "sparse":
                 slots = expert_slots(config, settings["ep"], ranks, rank, microbatch, unit)
-                counts = (settings["ep"] - 1) * config.n_routed_experts // settings["ep"] * 8
-                for phase in ("forward", "recompute", "backward"):
-                    bytes_of[phase, unit, "expert rows"] += slots * config.hidden_size * ITEM
-                bytes_of["forward", unit, "expert counts"] += counts
-                bytes_of["recompute", unit, "expert counts"] += counts
+            budget = layer_budget(
+                config, unit - 1, rows=LENGTH // RANKS, cp=RANKS, ep=settings["ep"], itemsize=ITEM,
+                slots=slots, traded=mine["traded"][microbatch],
+            )  # fmt: skip
+            for (phase, item), count in budget.items():
+                bytes_of[phase, unit, item] += count
         # Each unit is gathered while the one before it, in the order of the pass, runs.
         if microbatch == 0:
             bytes_of["forward", 0, "weights"] += shares[0]
