@@ -27,10 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullspan.errors import ConfigError, FullspanError, LaunchError
+from fullspan.errors import ConfigError, FullspanError, LaunchError, RankLostError
+from fullspan.parallel.watch import is_lost
 
 # After the first rank has failed, how long others may take to say why they did.
 SECONDS_TO_REPORT = 2.0
+
+_USER, _BUG, _LOST = range(3)
 
 Work = Callable[..., Any]
 """(device of this rank, arguments) -> anything that torch.save can write; of some module's top
@@ -39,9 +42,11 @@ level."""
 
 @dataclass(frozen=True)
 class _Failure:
+    """order: an error of the user's before one of ours, that of having lost a rank last."""
+
+    order: int
     seconds: float
     rank: int
-    mendable: bool
     text: str
 
 
@@ -112,9 +117,11 @@ def _rank_main(
         if ranks > 1:
             dist.destroy_process_group()
     except Exception as error:
-        mendable = isinstance(error, FullspanError)
-        text = str(error) if mendable else traceback.format_exc()
-        torch.save(_Failure(time.time(), rank, mendable, text), f"{folder}/failure-{rank}")
+        order = _USER if isinstance(error, FullspanError) else _BUG
+        if isinstance(error, RankLostError) or (isinstance(error, RuntimeError) and is_lost(error)):
+            order = _LOST
+        text = traceback.format_exc() if order == _BUG else str(error)
+        torch.save(_Failure(order, time.time(), rank, text), f"{folder}/failure-{rank}")
         os._exit(1)  # no clean-up that could wait for the other ranks
 
 
@@ -145,20 +152,21 @@ def _wait(processes: Sequence[BaseProcess]) -> list[int | None]:
 
 
 def _explain(codes: Sequence[int | None], folder: Path) -> None:
-    """Raise what the ranks have said; something a user can mend counts before what may follow."""
+    """Raise what the ranks have said, or that one ended without a word."""
     paths = folder.glob("failure-*")
     failures: list[_Failure] = [torch.load(path, weights_only=False) for path in paths]
-    failures.sort(key=lambda failure: (not failure.mendable, failure.seconds))
-    if not failures:
-        rank = next(rank for rank, code in enumerate(codes) if code)
+    told = {failure.rank for failure in failures}
+    silent = [rank for rank, code in enumerate(codes) if code and rank not in told]
+    first = min(failures, key=lambda failure: (failure.order, failure.seconds), default=None)
+    if silent and (first is None or first.order == _LOST):
         raise LaunchError(
-            f"rank {rank} of {len(codes)} ended with code {codes[rank]} and said nothing; if "
-            "memory ran out, lower data.pack_length"
+            f"rank {silent[0]}: ended with code {codes[silent[0]]} and said nothing; if memory "
+            "ran out, lower data.pack_length"
         )
-    first = failures[0]
-    if first.mendable:
-        raise LaunchError(f"rank {first.rank}: {first.text}" if len(codes) > 1 else first.text)
-    raise RuntimeError(f"rank {first.rank} of {len(codes)} failed:\n{first.text}")
+    assert first is not None, "some rank has failed"
+    if first.order == _BUG:
+        raise RuntimeError(f"rank {first.rank} of {len(codes)} failed:\n{first.text}")
+    raise LaunchError(f"rank {first.rank}: {first.text}" if len(codes) > 1 else first.text)
 
 
 @contextmanager

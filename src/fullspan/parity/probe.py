@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -23,6 +24,7 @@ from fullspan.models.dsa.attention import Indexer
 from fullspan.ops.selection import Selection
 from fullspan.parallel.collectives import gather_rows
 from fullspan.parallel.mesh import Mesh
+from fullspan.parallel.watch import Watch
 from fullspan.shapes import Int32, Int64, Tensor
 from fullspan.train.config import RunConfig
 from fullspan.train.session import Microbatch, Session
@@ -90,7 +92,9 @@ def probe(
     sample: rows of a step whose logits and selected keys are kept, over all its packs.
     repeat: run the first step twice, from the same adapters, and compare.
     """
-    mesh = Mesh.create(config.parallel, device)
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    watch = Watch(rank=ranks[0], size=ranks[1], timeout_seconds=config.train.timeout_seconds)
+    mesh = Mesh.create(config.parallel, device, watch)
     session, _ = open_session(config, mesh)
     fill_lora_b(session.model)
     recorder = _Recorder(session, sample)
