@@ -22,12 +22,12 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
 from fullspan.models.common.weights import WeightStore
 from fullspan.parallel.collectives import PendingTensor, start_all_gather_rows
+from fullspan.parallel.group import Group
 from fullspan.shapes import Tensor
 
 # Every tensor starts at a multiple of this many bytes, which every dtype's size divides.
@@ -108,7 +108,7 @@ class ShardedWeights(WeightStore):
         self,
         units: Sequence[FlatUnit],
         parameters: Sequence[Mapping[str, nn.Parameter]],
-        group: dist.ProcessGroup | None,
+        group: Group | None,
     ) -> None:
         self.units = units
         self._parameters = parameters
@@ -133,7 +133,9 @@ class ShardedWeights(WeightStore):
         return functional_call(module, {names[n]: view for n, view in views.items()}, args)
 
     def _start(self, unit: int) -> PendingTensor:
-        return start_all_gather_rows(self.units[unit].shard, self._group)
+        return start_all_gather_rows(
+            self.units[unit].shard, self._group, f"frozen weights, unit {unit}"
+        )
 
     def _module_names(self, unit: int, module: nn.Module) -> dict[str, str]:
         """Names inside the module now: adapters that wrap a projection lengthen them."""
