@@ -65,18 +65,42 @@ def load_model(
     overrides = {} if latent_norm_eps is None else {"latent_norm_eps": latent_norm_eps}
     config = DsaConfig.load(path, **overrides)
     mapping, quantisation = read_mapping(folder, config, options)
-    ep = mesh.ep
-    held = ExpertParallel(
-        experts=config.n_routed_experts, rank=ep.rank, size=ep.size, group=ep.group
-    ).local
-    model = meta_model(config, options, recompute=recompute, experts=held)
-    quantisation.make_room(model, mapping, options.workspace_bytes)
-    units: dict[str, FlatUnit] = {}
-    if shard_weights:
-        units = _shard(model, mapping, dtype, mesh)
+    model, units = empty_model(
+        config, mapping, quantisation, dtype=dtype, options=options, recompute=recompute,
+        mesh=mesh, shard_weights=shard_weights,
+    )  # fmt: skip
+    held = _held_experts(config, mesh)
     _fill(model, folder, mapping, dtype, held, units, mesh.device, progress)
     model.requires_grad_(False)
     return model
+
+
+def empty_model(
+    config: DsaConfig,
+    mapping: CheckpointMapping,
+    quantisation: Quantisation,
+    *,
+    dtype: torch.dtype,
+    options: OpOptions,
+    recompute: bool,
+    mesh: Mesh,
+    shard_weights: bool,
+) -> tuple[DsaForCausalLM, dict[str, FlatUnit]]:
+    """The meta model of this rank, with room for FP8 where the mapping has it, and the unit that
+    each tensor which is spread over the ranks belongs to. Units have storage, the model has none:
+    `assign` gives it.
+    """
+    held = _held_experts(config, mesh)
+    model = meta_model(config, options, recompute=recompute, experts=held)
+    quantisation.make_room(model, mapping, options.workspace_bytes)
+    return model, _shard(model, mapping, dtype, mesh) if shard_weights else {}
+
+
+def _held_experts(config: DsaConfig, mesh: Mesh) -> range:
+    ep = mesh.ep
+    return ExpertParallel(
+        experts=config.n_routed_experts, rank=ep.rank, size=ep.size, group=ep.group
+    ).local
 
 
 def read_mapping(
@@ -192,7 +216,7 @@ def _fill(
             if unit is None:
                 kept = step.dtype or dtype
                 target = torch.empty(shapes[step.target], dtype=kept, device=device)
-                _assign(model, step.target, target)
+                assign(model, step.target, target)
                 place = partial(_read_whole, reader, target, held.start)
             else:
                 place = partial(_read_share, reader, unit, step.target)
@@ -233,7 +257,8 @@ def _read_share(reader: TensorReader, unit: FlatUnit, name: str, piece: Piece) -
     unit.store(name, rows[first - start * width : last - start * width])
 
 
-def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in the place of the frozen parameter or buffer `name` of a meta model."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     is_parameter = isinstance(getattr(module, leaf), nn.Parameter)

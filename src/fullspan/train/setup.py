@@ -98,7 +98,11 @@ def open_session(config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
     Raises:
         FullspanError: the model folder, the adapters' targets or the ranks do not fit.
     """
-    model = _load(config, mesh)
+    return adapt(_load(config, mesh), config, mesh)
+
+
+def adapt(model: DsaForCausalLM, config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
+    """`open_session` on a model that is there already."""
     adapted = inject(model, config.lora)
     session = Session(
         model,
