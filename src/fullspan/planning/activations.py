@@ -18,6 +18,7 @@ from fullspan.planning.case import Case
 from fullspan.planning.model_cost import Adapter
 
 WIDE, LONG, INT = 4, 8, 4
+STREAMS = "residual stream and gradient"
 
 Bytes = Mapping[str, int]
 
@@ -159,18 +160,25 @@ class Layer:
     def recompute_moments(self) -> dict[str, Bytes]:
         """Where the second forward peaks: {moment: bytes beside the layer's input by item}.
 
-        With experts that is the way back from them: the rows they were given, their outputs, these
-        in the order of arrival, and what came from other ranks exist at once.
+        With experts that is the way back from them, before the shared expert runs: the rows they
+        were given, their outputs, these in the order of arrival, and what came from other ranks
+        exist at once.
         """
-        item, hidden = self.case.item, self.case.model.hidden_size
-        # models/dsa/model.DecoderLayer: the residual stream and the normed rows are locals.
-        streams = self.case.rows * hidden * item * (3 if item != WIDE else 2)
-        moments = {"layer": {"residual stream and its gradient": streams}}
+        streams = self._streams() + self.input()  # and the gradient of the layer's output
+        moments = {"end": self._with_saved({STREAMS: streams})}
         if self.sparse:
-            moved = self.case.busiest_slots * hidden * item
+            moved = self.case.busiest_slots * self.case.model.hidden_size * self.case.item
             given = 0 if self.has("mlp.experts.gate_up_proj") else moved
-            moments = {"experts": {**moments["layer"], "expert exchange": given + 2 * moved}}
-        return {name: self._with_saved(items) for name, items in moments.items()}
+            items = {STREAMS: streams, "expert exchange": given + 2 * moved}
+            moments["experts"] = self._with_saved(items, without_mlp=True)
+        return moments
+
+    def _streams(self) -> int:
+        """Locals of a layer while its MLP runs (models/dsa/model.DecoderLayer): the attention's
+        output, the residual stream and the normed rows, as far as autograd does not keep them."""
+        prefix = "mlp.shared_experts." if self.sparse else "mlp."
+        normed = not self.has(f"{prefix}gate_proj", f"{prefix}up_proj")
+        return self.input() * (1 + (self.case.item != WIDE) + normed)
 
     def backward_moments(self) -> dict[str, Bytes]:
         """Where the backward pass peaks: the experts' first gradients with everything still saved,
@@ -183,7 +191,7 @@ class Layer:
         attention = {
             **self.saved_attention(),
             "LoRA": self.saved_attention()["LoRA"] + self.adapter_casts(),
-            "residual stream and its gradient": 2 * stream,
+            STREAMS: 2 * stream,
             # As the product over heads leaves it, and contiguous for the kernel.
             "gradient of attention output": 2 * case.rows * heads * latent * item,
             "gradient of absorbed query": case.rows * heads * qk * item,
@@ -191,19 +199,24 @@ class Layer:
             "kernel workspace": case.run.ops.workspace_bytes,
         }
         moments: dict[str, Bytes] = {"attention": attention}
-        if self.sparse:
-            moved = case.slots * model.hidden_size * item
-            moments["experts"] = self._with_saved(
-                {"residual stream and its gradient": 2 * stream, "expert exchange": 2 * moved}
-            )
-            slots, inner = case.busiest_slots, model.moe_intermediate_size
-            moments["expert products"] = self._with_saved(
-                {
-                    "residual stream and its gradient": 2 * stream,
-                    "expert exchange": slots * (model.hidden_size + 2 * inner) * item,
-                    "dequantised weights": self.dequantised(),
-                }
-            )
+        if not self.sparse:
+            # Gradients of gate, up and their product; the product itself is gone.
+            inner = case.rows * model.intermediate_size * item
+            grown = inner * (3 - self.has("mlp.down_proj"))
+            moments["MLP"] = self._with_saved({STREAMS: 2 * stream, "MLP intermediates": grown})
+            return moments
+        # The shared expert's backward has run: its tensors are gone, its input's gradient is there.
+        moved = case.slots * model.hidden_size * item
+        items = {STREAMS: 3 * stream, "expert exchange": 2 * moved}
+        moments["experts"] = self._with_saved(items, without_mlp=True)
+        slots, inner = case.busiest_slots, model.moe_intermediate_size
+        items = {
+            STREAMS: 3 * stream,
+            "expert exchange": slots * (model.hidden_size + 2 * inner) * item,
+            "dequantised weights": self.dequantised(),
+        }
+        products = self._with_saved(items, without_mlp=True)
+        moments["expert products"] = {**products, "expert rows out": 0}
         return moments
 
     def forward_moments(self) -> dict[str, Bytes]:
@@ -211,10 +224,10 @@ class Layer:
         case, model, item = self.case, self.case.model, self.case.item
         heads, latent = model.num_attention_heads, model.kv_lora_rank
         qk = latent + model.qk_rope_head_dim
-        streams = 2 * case.rows * model.hidden_size * item
+        streams = 3 * case.rows * model.hidden_size * item
         workspace = case.run.ops.workspace_bytes
         shared = {
-            "residual stream and its gradient": streams,
+            STREAMS: streams,
             "q latent": case.rows * model.q_lora_rank * item,
             "gathered latent": case.pack * qk * item,
         }
@@ -243,13 +256,13 @@ class Layer:
         if self.sparse:
             moved = case.busiest_slots * model.hidden_size * item
             moments["experts"] = {
-                "residual stream and its gradient": streams,
+                STREAMS: streams,
                 "expert exchange": 4 * moved,
             }
         else:
             inner = 3 * case.rows * model.intermediate_size * item
             moments["MLP"] = {
-                "residual stream and its gradient": streams,
+                STREAMS: streams,
                 "MLP intermediates": inner,
             }
         return moments
@@ -264,9 +277,13 @@ class Layer:
         held = model.n_routed_experts // case.ep
         return one * max(1, min(held, case.run.ops.workspace_bytes // one))
 
-    def _with_saved(self, items: Bytes) -> Bytes:
+    def _with_saved(self, items: Bytes, *, without_mlp: bool = False) -> Bytes:
+        """`items` and everything that is saved; without_mlp: the shared expert's products aside."""
+        mlp = self.saved_mlp()
+        if without_mlp:
+            mlp = {**mlp, "MLP intermediates": 0, "LoRA": 0}
         total = dict(self.saved_attention())
-        for more in (self.saved_mlp(), {"LoRA": self.adapter_casts()}, items):
+        for more in (mlp, {"LoRA": self.adapter_casts()}, items):
             for name, size in more.items():
                 total[name] = total.get(name, 0) + size
         return total

@@ -11,6 +11,7 @@ from typing import Any
 
 from fullspan.errors import ConfigError
 from fullspan.models.dsa.config import DsaConfig
+from fullspan.planning.hardware import Links
 from fullspan.planning.model_cost import Adapter, WeightFormat, Work, adapters
 from fullspan.train.config import RunConfig
 
@@ -58,6 +59,7 @@ class Case:
     form: WeightFormat
     world: int
     assumed: Assumptions = field(default_factory=Assumptions)
+    links: Links = field(default_factory=Links)
 
     def __post_init__(self) -> None:
         self.run.check_ranks(self.world)
@@ -101,10 +103,10 @@ class Case:
             assumed=assumed or Assumptions(),
         )
 
-    def split(self, **parallel: Any) -> "Case":
-        """The same run with other [parallel] settings."""
+    def split(self, world: int, **parallel: Any) -> "Case":
+        """The same run on `world` ranks with other [parallel] settings."""
         changed = replace(self.run.parallel, **parallel)
-        return replace(self, run=replace(self.run, parallel=changed))
+        return replace(self, world=world, run=replace(self.run, parallel=changed))
 
     def packed(self, length: int) -> "Case":
         """The same run with another data.pack_length."""

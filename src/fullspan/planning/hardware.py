@@ -89,6 +89,7 @@ def gpu(name: str) -> Gpu:
 _ROWS = {
     "forward": "attention forward",
     "backward_planned": "attention backward",
+    "plan": "attention plan",
     "index_topk": "indexer",
 }
 _BACKENDS = ("hopper", "triton")
@@ -106,16 +107,21 @@ def with_measurements(known: Gpu, folder: Path | None, *, keys: int) -> Gpu:
     rows = [row for row in _read(folder) if known.name in str(row.get("gpu", "")).lower()]
     rates = dict(known.rates)
     for op, part in _ROWS.items():
-        found = [row for row in rows if row.get("op") == op and row.get("tflops")]
+        found = [row for row in rows if row.get("op") == op and row.get("ms")]
         backend = next((b for b in _BACKENDS if any(r.get("backend") == b for r in found)), None)
         found = [row for row in found if row.get("backend") == backend and "keys" in row]
         if not found:
             continue
         nearest = min((abs(row["keys"] - keys), row["keys"]) for row in found)[1]
-        values = [row["tflops"] for row in found if row["keys"] == nearest]
+        values = [_rate(row, op) for row in found if row["keys"] == nearest]
         source = f"{folder}, median of {len(values)} rows: {backend}, {nearest:,} keys"
-        rates[part] = Rate(median(values) * 1e12, source)
+        rates[part] = Rate(median(values), source)
     return replace(known, rates=rates)
+
+
+def _rate(row: Mapping[str, Any], op: str) -> float:
+    """FLOPs a second; rows a second of a plan, which has none."""
+    return (row["rows"] if op == "plan" else row["flops"]) / row["ms"] * 1e3
 
 
 def _read(folder: Path | None) -> list[dict[str, Any]]:

@@ -121,6 +121,7 @@ def _first_adapted(case: Case) -> int:
 def _changing(case: Case) -> Iterator[tuple[str, str, dict[str, int]]]:
     """(stage, name, items that change)."""
     every, layers = case.adapters, Layer.all(case)
+    last = len(layers) - 1
     kept_upto = [{}, *kept_between_layers(case)]
     elements = held_elements(case, every)
     several = case.run.train.accumulation > 1
@@ -131,7 +132,7 @@ def _changing(case: Case) -> Iterator[tuple[str, str, dict[str, int]]]:
     }
     gathered = _gathered(case)
     recompute = case.run.train.recompute
-    for layer in layers:
+    for layer in _ends_of_kinds(layers):
         unit, number = layer.number + 1, layer.number
         above = every if several else [a for a in every if a.layer >= number]
         gradients = held_elements(case, above) * WIDE
@@ -151,11 +152,23 @@ def _changing(case: Case) -> Iterator[tuple[str, str, dict[str, int]]]:
             yield "backward", f"layer {number}, {name}", {**back, **items}
     kept = kept_upto[-1]
     gradients = {"adapter gradients": elements * WIDE if several else 0}
-    head = gathered(len(layers) + 1)
+    head = gathered(last + 2)
     yield "head", "head and loss", {**resident, **gradients, **kept, **head, **_head(case)}
     # The gradients joined in one message, and what AdamW makes beside them (train/optim.py).
     update = {"adapter gradients": elements * WIDE, "update": 2 * elements * WIDE}
     yield "update", "optimizer step", {**resident, **update}
+
+
+def _ends_of_kinds(layers: Sequence[Layer]) -> list[Layer]:
+    """The first and the last layer of every kind, its neighbours' kinds included. In between, what
+    is kept and the gradients change by the same from one layer of a kind to the next."""
+    kinds = [(layer.full, layer.sparse, frozenset(layer.adapted)) for layer in layers]
+    padded = [None, *kinds, None]
+    ends: dict[tuple, list[int]] = {}
+    for number in range(len(layers)):
+        ends.setdefault(tuple(padded[number : number + 3]), []).append(number)
+    chosen = {number for numbers in ends.values() for number in (numbers[0], numbers[-1])}
+    return [layers[number] for number in sorted(chosen)]
 
 
 def _gathered(case: Case) -> Callable[..., dict[str, int]]:

@@ -4,8 +4,9 @@ Names and shapes are those of models/dsa (a test compares them with the real mod
 where the tensors are held (memory.py) and how long the work takes (times.py).
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -86,7 +87,8 @@ class WeightFormat:
 # ------------------------------------------------------------------------------ frozen tensors
 
 
-def layer_weights(config: DsaConfig, layer: int) -> list[Weight]:
+@functools.cache
+def layer_weights(config: DsaConfig, layer: int) -> tuple[Weight, ...]:
     """Every parameter of a layer, routed experts included, in the model's order."""
     prefix = f"model.layers.{layer}."
     hidden, q_latent, latent = config.hidden_size, config.q_lora_rank, config.kv_lora_rank
@@ -114,10 +116,7 @@ def layer_weights(config: DsaConfig, layer: int) -> list[Weight]:
         ]
     found.append(Weight("post_attention_layernorm.weight", (hidden,)))
     found += _mlp(config, layer)
-    return [
-        Weight(prefix + w.name, w.shape, scaled=w.scaled, wide=w.wide, routed=w.routed)
-        for w in found
-    ]
+    return tuple(replace(weight, name=prefix + weight.name) for weight in found)
 
 
 def _mlp(config: DsaConfig, layer: int) -> list[Weight]:
