@@ -206,12 +206,15 @@ class Adapter:
     """LoRA on one module: elements of lora_a and lora_b together, float32 (lora/layers.py).
 
     routed: `numel` is that of all experts, of which a rank holds its share.
+    products: multiplications of one row with it. In the absorbed form kv_b_proj's lora_a meets
+    every head, on the query's side and on the output's.
     """
 
     module: str
     layer: int
     numel: int
     routed: bool
+    products: float
 
 
 def adapters(config: DsaConfig, lora: LoraConfig) -> list[Adapter]:
@@ -232,10 +235,23 @@ def adapters(config: DsaConfig, lora: LoraConfig) -> list[Adapter]:
         if not named:
             raise ConfigError(f"lora.targets: {target!r} names nothing that can be adapted")
         for layer, weight, module in named:
-            *lead, rows, columns = weight.shape
-            numel = prod(lead) * lora.r * (rows + columns)
-            chosen[module] = Adapter(module=module, layer=layer, numel=numel, routed=weight.routed)
+            chosen[module] = _adapter(config, lora.r, layer, weight, module)
     return [chosen[module] for _, _, module in known if module in chosen]
+
+
+def _adapter(config: DsaConfig, rank: int, layer: int, weight: Weight, module: str) -> Adapter:
+    *lead, rows, columns = weight.shape
+    times = 2 * config.num_attention_heads if module.endswith("kv_b_proj") else 1
+    products = float(rank * (rows + times * columns))
+    if weight.routed:
+        products *= config.num_experts_per_tok
+    return Adapter(
+        module=module,
+        layer=layer,
+        numel=prod(lead) * rank * (rows + columns),
+        routed=weight.routed,
+        products=products,
+    )
 
 
 def _adaptable(config: DsaConfig) -> Iterator[tuple[int, Weight, str]]:
@@ -311,7 +327,7 @@ def flops(
                 and the K keys it attends to (ops/sparse_attention/README.md)
     indexer     2 index_heads index_dim per (query, key) pair, in the forward pass alone, on full
                 layers (ops/index_topk/README.md; 8,192 for GLM-5.2)
-    LoRA        2 per element and row forward, twice that backward (input and weight)
+    LoRA        2 per product of an adapter forward, twice that backward (input and weight)
     head        2 vocab hidden per trained row for logits, as many for their gradient, both in the
                 forward pass (ops/linear_cross_entropy/README.md)
     """
@@ -321,7 +337,7 @@ def flops(
     indexer = sum(w.numel for w in every if ".indexer." in w.name)
     routed = sum(w.numel for w in every if w.routed) * share
     dense = sum(w.numel for w in every if not w.routed) - indexer
-    adapted = sum(a.numel * (share if a.routed else 1) for a in adapters(config, lora))
+    adapted = sum(adapter.products for adapter in adapters(config, lora))
     heads, value = config.num_attention_heads, config.kv_lora_rank
     qk = value + config.qk_rope_head_dim
     attended = 2.0 * work.attended * heads * config.num_hidden_layers
