@@ -5,7 +5,9 @@ A run of two steps on the command line is exported in every form, once for the w
 
 import json
 import math
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -333,6 +335,15 @@ def test_one_shard_is_in_memory_at_a_time(run, tmp_path):
     print(f"peak {small:,} bytes, with one shard {whole:,}, written {written:,}")
     assert small < written / 2
     assert whole - small > 0.8 * written
+
+
+def test_a_full_disk_is_found_before_the_first_byte(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3_000_000))
+    source = run.parent / "model"
+    rewrite(source, tmp_path / "a" / "fp8", {}, format="fp8")
+    with pytest.raises(CheckpointError, match=r"needs 0.0 GB, but 0.0 GB are free"):
+        rewrite(source, tmp_path / "a" / "bf16", {})
+    assert not (tmp_path / "a" / "bf16").exists()
 
 
 def test_scales_that_are_powers_of_two_stay_so(run, tmp_path):
