@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def rehearsal_json(found: Rehearsal) -> dict[str, Any]:
                       "ep": case.ep, "shard_weights": case.run.parallel.shard_weights},
         "device": found.device,
         "versions": {"fullspan": __version__, "torch": torch.__version__},
-        "model": case.run.model.path,
+        "model": Path(case.run.model.path).name,
         "random_weights": found.random_weights,
         "pack": case.pack,
         "rows": case.rows,
