@@ -209,8 +209,7 @@ def _fused(*operands: Tensor) -> bool:
     multiples of 16 bytes.
 
     It is one kernel and never waits for the device; the loop (a CPU, fp32, a LoRA rank that is no
-    multiple of 8) copies the counts to the host first. Both give the same result up to the order of
-    summation.
+    multiple of 8) copies the counts to the host first. The two differ by the order of their sums.
     """
     return all(
         operand.is_cuda
