@@ -26,9 +26,15 @@ def show(match: re.Match[str]) -> str:
 
 
 def main() -> int:
-    """Rewrite the page."""
+    """Rewrite the page, or check it."""
     text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(BLOCK.sub(show, text), encoding="utf-8")
+    found, count = BLOCK.subn(show, text)
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(found, encoding="utf-8")
+    elif found != text:
+        print(f"{PAGE} is not up to date: run python scripts/update_plans.py", file=sys.stderr)
+        return 1
+    print(f"{count} plans in {PAGE}")
     return 0
 
 

@@ -14,7 +14,7 @@ from fullspan.planning.memory import Memory, Phase
 from fullspan.planning.times import Times
 from fullspan.planning.wire import Traffic
 
-_MOST_ROWS = 1 << 30
+_LEAST_ROWS, _MOST_ROWS = 2, 1 << 30  # of a pack
 # Item of a plan -> the setting that makes it smaller.
 _SETTINGS = {
     "gathered units": "bounded: two units are whole at a time",
@@ -146,8 +146,9 @@ def longest_pack(plan: Plan) -> int:
         return Plan.of(case.packed(count * multiple), plan.gpu).spare
 
     # Bytes grow almost evenly with rows: look where a straight line says, and a step beside it.
-    low, high = 0, max(1, case.pack // multiple)
-    left, right = spare(1), spare(high)
+    least = -(-_LEAST_ROWS // multiple)
+    low, high = least, max(least, case.pack // multiple)
+    left, right = spare(low), spare(high)
     if left < 0:
         return 0
     while right >= 0 and high * multiple < _MOST_ROWS:
