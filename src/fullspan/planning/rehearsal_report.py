@@ -10,13 +10,15 @@ import torch
 from fullspan import __version__
 from fullspan.parallel.loopback import Transfer
 from fullspan.planning import wire
-from fullspan.planning.hardware import GIB, Links
+from fullspan.planning.hardware import GIB, Links, gpu, with_measurements
 from fullspan.planning.memory import Memory
 from fullspan.planning.phases import PARTS, PASSES
 from fullspan.planning.rehearse import Rehearsal
 from fullspan.planning.report import split_name
-from fullspan.planning.times import link_seconds
+from fullspan.planning.times import Times, link_seconds
 
+GPUS = ("h200", "h100", "b200")
+RATES = Path("benchmarks/results")  # as for `fullspan plan`
 # Of a plan: what is not given out by PyTorch's allocator.
 _OUTSIDE = ("allocator slack", "CUDA context", "NCCL buffers")
 
@@ -36,7 +38,13 @@ def rehearsal_text(found: Rehearsal) -> str:
         lines.append("of contiguous rows the last rank has the most work for the indexer")
     lines += ["", "memory", *_columns(_memory(found))]
     lines += ["", "seconds of a step by part and pass", *_columns(_seconds(found))]
-    lines += [f"  {found.wall:.3f} s by the host's clock; the loopback group's copies included"]
+    work = sum(found.seconds.values()) - _of_part(found, "loopback")
+    lines.append(f"  {work:.3f} s without the loopback group's copies")
+    lines.append(f"  {found.wall:.3f} s by the host's clock")
+    planned = planned_seconds(found)
+    if planned is not None:
+        total = sum(sum(parts.values()) for parts in planned.values())
+        lines.append(f"  the plan's work: {total:.3f} s ({100 * (total / work - 1):+.1f} %)")
     lines += ["", "what communication would add, if nothing overlapped it", *_columns(_wire(found))]
     links = case.links
     lines.append(
@@ -68,7 +76,7 @@ def rehearsal_json(found: Rehearsal) -> dict[str, Any]:
         "pack": case.pack,
         "rows": case.rows,
         "assumed": asdict(case.assumed),
-        "settings": {"lora": asdict(case.run.lora), "ops": asdict(case.run.ops),
+        "settings": {"lora": asdict(case.run.lora), "ops": asdict(found.ops),
                      "recompute": case.run.train.recompute},
         "peak_allocated": found.peak,
         "peak_reserved": found.usage.reserved,
@@ -79,6 +87,7 @@ def rehearsal_json(found: Rehearsal) -> dict[str, Any]:
         "seconds_of_step": sum(found.seconds.values()),
         "seconds_of_loopback": _of_part(found, "loopback"),
         "seconds_by_the_host": found.wall,
+        "plan_seconds": planned_seconds(found),
         "flops": found.usage.flops,
         "wire": {what: {"bytes": size, "seconds": s} for what, (size, s) in wire_items(found)},
         "fit": None if fit is None else {
@@ -104,6 +113,17 @@ def planned_bytes(found: Rehearsal) -> int:
     """What the plan says that PyTorch's allocator gives out at the peak."""
     items = Memory.of(found.case).peak.items
     return sum(size for name, size in items.items() if name not in _OUTSIDE)
+
+
+def planned_seconds(found: Rehearsal) -> dict[str, dict[str, float]] | None:
+    """The plan's seconds of work of a pack by pass and part, by measured rates where this folder
+    has some; None on a device that the plan has no rates for."""
+    name = next((name for name in GPUS if name in found.device.lower()), None)
+    if name is None:
+        return None
+    known = with_measurements(gpu(name), RATES, keys=found.case.pack)
+    times = Times.of(found.case, known, wire.Traffic(found.case))
+    return {which: dict(parts) for which, parts in times.compute.items()}
 
 
 def wire_items(found: Rehearsal) -> list[tuple[str, tuple[int, float]]]:

@@ -22,6 +22,7 @@ from fullspan.data.packing import Pack
 from fullspan.errors import BackendError, ConfigError
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.backend import resolve
+from fullspan.ops.options import OpOptions
 from fullspan.parallel.loopback import Transfer, loopback_mesh
 from fullspan.parallel.mesh import Mesh
 from fullspan.parallel.sequence import Partition
@@ -74,6 +75,7 @@ class RehearsalOptions:
 class Rehearsal:
     """What was measured, of one step where nothing else is said.
 
+    ops        with the backends that ran
     usage      above the resident bytes
     resident   bytes by item that are there all the time
     gradients  bytes of the adapters' gradients, which come during the backward pass
@@ -87,6 +89,7 @@ class Rehearsal:
     case: Case
     rank: int
     device: str
+    ops: OpOptions
     random_weights: bool
     usage: Usage
     resident: Mapping[str, int]
@@ -196,6 +199,7 @@ class Stage:
             case=self.case,
             rank=self.rank,
             device=_device_name(self.device),
+            ops=session.model.options,
             random_weights=self.random_weights,
             usage=usage,
             resident=resident,
