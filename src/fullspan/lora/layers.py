@@ -1,0 +1,112 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) around frozen projections: y = W x + alpha / r * B (A x).
+
+A wrapper holds the frozen module as `.base` and owns `.lora_a` and `.lora_b`. These are float32
+whatever the model's dtype and are cast to the input's dtype at use. A is Kaiming-uniform
+(a = sqrt 5, so within 1 / sqrt(fan in), as PEFT draws it) and B is zero, so a fresh adapter changes
+nothing. No product B A is ever formed, and the change is added to the base's fresh output in place.
+No dropout, no bias, no variants such as DoRA.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fullspan.models.common.linear import GroupedLinear, Linear, grouped_linear
+from fullspan.models.dsa.attention import KVUpProjection
+from fullspan.shapes import Float, Int64, Tensor
+
+
+class LoRALinear(nn.Module):
+    """Around `Linear`: lora_a [rank, in], lora_b [out, rank]."""
+
+    def __init__(self, base: Linear, *, r: int, alpha: float, generator: torch.Generator) -> None:
+        super().__init__()
+        self.base = base
+        self.scale = alpha / r
+        out_width, in_width = base.weight.shape
+        self.lora_a = _uniform((r, in_width), base.weight.device, generator)
+        self.lora_b = _zeros((out_width, r), base.weight.device)
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
+        return self.base(x).add_(F.linear(low, self.lora_b.to(x.dtype)))
+
+
+class LoRAGroupedLinear(nn.Module):
+    """Around `GroupedLinear`: lora_a [experts, rank, in], lora_b [experts, out, rank]."""
+
+    def __init__(
+        self, base: GroupedLinear, *, r: int, alpha: float, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.scale = alpha / r
+        experts, out_width, in_width = base.weight.shape
+        self.lora_a = _uniform((experts, r, in_width), base.weight.device, generator)
+        self.lora_b = _zeros((experts, out_width, r), base.weight.device)
+
+    def forward(
+        self, x: Float[Tensor, "slots in"], counts: Int64[Tensor, "experts"]
+    ) -> Float[Tensor, "slots out"]:
+        """As the base: x sorted by expert, counts[e] of its slots belong to expert e."""
+        low = grouped_linear(x, self.lora_a.to(x.dtype), counts) * self.scale
+        return self.base(x, counts).add_(grouped_linear(low, self.lora_b.to(x.dtype), counts))
+
+
+class LoRAKVUpProjection(nn.Module):
+    """Around `KVUpProjection`: lora_a [rank, latent], lora_b [heads * (nope + value), rank].
+
+    The rows of lora_b are laid out as the weight's, so each head h has a key part B_k[h]
+    [nope, rank] and a value part B_v[h] [value, rank]. Attention never multiplies by the whole
+    matrix (it is absorbed into the query and the output), so the low-rank term is added on both
+    sides: A^T B_k[h]^T q and B_v[h] A o, through the rank.
+    """
+
+    def __init__(
+        self, base: KVUpProjection, *, r: int, alpha: float, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.scale = alpha / r
+        out_width, latent = base.weight.shape
+        self.lora_a = _uniform((r, latent), base.weight.device, generator)
+        self.lora_b = _zeros((out_width, r), base.weight.device)
+
+    def absorb_query(
+        self, query: Float[Tensor, "rows heads nope"]
+    ) -> Float[Tensor, "rows heads latent"]:
+        """(W_k[h] + scale B_k[h] A)^T q for every head."""
+        key, _ = self.base.split(self.lora_b.to(query.dtype))
+        low = torch.bmm(query.transpose(0, 1), key) * self.scale
+        change = F.linear(low, self.lora_a.to(query.dtype).t())
+        return self.base.absorb_query(query) + change.transpose(0, 1)
+
+    def project_value(
+        self, out: Float[Tensor, "rows heads latent"]
+    ) -> Float[Tensor, "rows heads value"]:
+        """(W_v[h] + scale B_v[h] A) o for every head."""
+        _, value = self.base.split(self.lora_b.to(out.dtype))
+        low = F.linear(out, self.lora_a.to(out.dtype)) * self.scale
+        change = torch.bmm(low.transpose(0, 1), value.transpose(1, 2))
+        return self.base.project_value(out) + change.transpose(0, 1)
+
+
+LoRAModule = LoRALinear | LoRAGroupedLinear | LoRAKVUpProjection
+
+
+def _uniform(
+    shape: tuple[int, ...], device: torch.device, generator: torch.Generator
+) -> nn.Parameter:
+    """Drawn on the CPU by a CPU generator: the same bits on every device and rank."""
+    bound = shape[-1] ** -0.5
+    values = torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+    return nn.Parameter(values.to(_real(device)))
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=_real(device)))
+
+
+def _real(device: torch.device) -> torch.device:
+    """An adapter of a model without storage (on meta, as `export` builds it) lives on the CPU."""
+    return torch.device("cpu") if device.type == "meta" else device

@@ -1,0 +1,352 @@
+"""Adapters as tensors: the internal state that checkpoints hold, and folders in PEFT's layout.
+
+Internally a tensor is named "<module>.lora_a" or "<module>.lora_b". A PEFT folder holds
+adapter_config.json and adapter_model.safetensors; stock `peft` loads it onto the `transformers`
+model. Routed experts are one 3-D parameter there and are reached through `target_parameters`:
+lora_A [experts * rank, in] has its rows expert by expert, lora_B [out, rank * experts] its columns
+rank by rank (column = rank index * experts + expert), and where two parameters of one module have
+adapters, the first is nested in the second under "base_layer". One process writes; nothing is
+gathered here. Per-expert 2-D keys and merged weights are not written.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fullspan.errors import CheckpointError, ConfigError
+from fullspan.lora.inject import LoraConfig, adapted_modules, inject
+from fullspan.lora.layers import LoRAGroupedLinear, LoRAModule
+from fullspan.models.common.linear import GroupedLinear, Linear
+from fullspan.models.dsa.attention import KVUpProjection
+from fullspan.shapes import Tensor
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# PEFT turns these target_modules into the fused experts of every family whose transformers model
+# maps to qwen2_moe (both of ours do), wherever they stand: dense and shared MLPs would lose their
+# adapters. Named as parameters (".weight") they are left alone, and their keys are the same.
+_TAKEN_FOR_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj"})
+# PEFT options that change what an adapter computes, with the one value that is understood.
+_ONLY_VALUE: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "use_rslora": False,
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+    "exclude_modules": None,
+    "layers_to_transform": None,
+    "layer_replication": None,
+    "trainable_token_indices": None,
+}
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every adapter tensor (float32, detached, not copied) by its internal name, in model order."""
+    state: dict[str, Tensor] = {}
+    for name, module in adapted_modules(model).items():
+        state[f"{name}.lora_a"] = module.lora_a.detach()
+        state[f"{name}.lora_b"] = module.lora_b.detach()
+    return state
+
+
+def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy values into the model's adapters; names and shapes must agree exactly.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or of another shape. Nothing is changed.
+    """
+    own = adapter_state(model)
+    _check_names(state, own, "the adapter state")
+    for name, tensor in own.items():
+        if state[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{name} has shape {list(state[name].shape)} in the adapter state, but the model "
+                f"needs {list(tensor.shape)}: lora.r or the base model differs"
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+def to_peft(
+    model: nn.Module, config: LoraConfig, base_model_path: Path | str, folder: Path
+) -> None:
+    """Write the model's adapters as a PEFT folder.
+
+    Both files are complete before either gets its name, and the configuration, without which PEFT
+    loads nothing, comes last: a half-written adapter is never picked up. Other files stay.
+
+    Args:
+        config: the settings that the adapters were injected with; its r and alpha are written.
+        base_model_path: goes into base_model_name_or_path.
+
+    Raises:
+        CheckpointError: the model has no adapters, or a file cannot be written.
+    """
+    modules = adapted_modules(model)
+    if not modules:
+        raise CheckpointError("the model has no adapters to write")
+    assert all(module.scale == config.alpha / config.r for module in modules.values())
+    tensors = {
+        f"{key}.lora_{side.upper()}.weight": _fold(modules[name], side).cpu().contiguous()
+        for name, key in _peft_keys(modules).items()
+        for side in ("a", "b")
+    }
+    _write(folder, tensors, _peft_config(model, config, str(base_model_path)))
+
+
+def from_peft(folder: Path, model: nn.Module) -> LoraConfig:
+    """Read a PEFT folder into the model, which is given the adapters if it has none yet.
+
+    Every key of the file must be used and every adapter must be filled. Returns the settings that
+    the folder stands for; its targets are full module names.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, asks for what is not implemented, or fits
+            neither the model nor the adapters that it already has.
+    """
+    fields = _read_config(folder)
+    tensors = _read_weights(folder)
+    try:
+        config = LoraConfig(
+            r=fields.get("r", 0),
+            alpha=fields.get("lora_alpha", 0),
+            targets=_named_modules(model, fields),
+        )
+        if not adapted_modules(model):
+            inject(model, config)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / CONFIG_NAME}: {error}") from None
+    modules = adapted_modules(model)
+    _check_same(folder, config, modules)
+    keys = {
+        f"{key}.lora_{side.upper()}.weight": (name, side)
+        for name, key in _peft_keys(modules).items()
+        for side in ("a", "b")
+    }
+    _check_names(tensors, keys, str(folder / WEIGHTS_NAME))
+    state = {
+        f"{name}.lora_{side}": _unfold(key, modules[name], side, tensors[key])
+        for key, (name, side) in keys.items()
+    }
+    load_adapter_state(model, state)
+    return config
+
+
+def _fold(module: LoRAModule, side: str) -> Tensor:
+    """One adapter matrix as PEFT holds it; that of experts loses its first dimension."""
+    tensor = (module.lora_a if side == "a" else module.lora_b).detach()
+    if not isinstance(module, LoRAGroupedLinear):
+        return tensor
+    # [experts, rank, in] -> [experts * rank, in]; [experts, out, rank] -> [out, rank * experts]
+    return tensor.flatten(0, 1) if side == "a" else tensor.permute(1, 2, 0).flatten(1)
+
+
+def _unfold(key: str, module: LoRAModule, side: str, tensor: Tensor) -> Tensor:
+    """The inverse of `_fold`."""
+    expected = _fold(module, side).shape
+    if tensor.shape != expected:
+        raise CheckpointError(
+            f"{key} has shape {list(tensor.shape)}, but the model needs {list(expected)}: "
+            "the adapter belongs to another base model"
+        )
+    if not isinstance(module, LoRAGroupedLinear):
+        return tensor
+    experts = module.base.experts
+    if side == "a":
+        return tensor.unflatten(0, (experts, -1))
+    return tensor.unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
+def _peft_keys(modules: Mapping[str, LoRAModule]) -> dict[str, str]:
+    """Adapted module -> start of its keys in a PEFT file.
+
+    PEFT wraps the module that owns a parameter once for every parameter with an adapter, the first
+    innermost: gate_up_proj is at experts.base_layer if down_proj has an adapter, else at experts.
+    """
+    owned: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        if isinstance(module, LoRAGroupedLinear):
+            owned.setdefault(name.rpartition(".")[0], []).append(name)
+    keys = {name: f"{_PREFIX}{name}" for name in modules}
+    for owner, names in owned.items():
+        for depth, name in enumerate(reversed(names)):
+            keys[name] = f"{_PREFIX}{owner}{'.base_layer' * depth}"
+    return keys
+
+
+def _projections(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module that could have an adapter, by its name in the base model."""
+    return {
+        name.removesuffix(".base"): module
+        for name, module in model.named_modules()
+        if type(module) in (Linear, GroupedLinear, KVUpProjection)
+    }
+
+
+def _parameter_name(name: str, module: nn.Module) -> str:
+    """The name of a projection's weight in the `transformers` model."""
+    return name if type(module) is GroupedLinear else f"{name}.weight"
+
+
+def _peft_config(model: nn.Module, config: LoraConfig, base_model_path: str) -> dict[str, Any]:
+    projections = _projections(model)
+    adapted = adapted_modules(model)
+    by_module = [
+        name
+        for name, module in adapted.items()
+        if not isinstance(module, LoRAGroupedLinear)
+        and name.rpartition(".")[2] not in _TAKEN_FOR_EXPERTS
+    ]
+    weights = {name: _parameter_name(name, module) for name, module in projections.items()}
+    by_parameter = [weights[name] for name in adapted if name not in set(by_module)]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model_path,
+        "r": config.r,
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "target_modules": _shortest(by_module, projections, 1),
+        "target_parameters": _shortest(by_parameter, weights.values(), 2) or None,
+    }
+
+
+def _shortest(chosen: Sequence[str], universe: Iterable[str], width: int) -> list[str]:
+    """Endings of at least `width` parts that together select exactly the chosen names."""
+    wanted, everything = set(chosen), list(universe)
+    endings: set[str] = set()
+    for name in chosen:
+        parts = name.split(".")
+        endings.add(
+            next(
+                ending
+                for ending in (".".join(parts[-n:]) for n in range(width, len(parts) + 1))
+                if all(other in wanted for other in everything if _ends(other, ending))
+            )
+        )
+    return sorted(endings)
+
+
+def _ends(name: str, ending: str) -> bool:
+    return name == ending or name.endswith(f".{ending}")
+
+
+def _named_modules(model: nn.Module, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules that a PEFT configuration selects, by PEFT's rules."""
+    names: dict[str, list[str]] = {}
+    for option in ("target_modules", "target_parameters"):
+        value = fields.get(option) or []
+        if not isinstance(value, list):
+            raise ConfigError(f"{option} is {value!r}: only a list of names can be read")
+        names[option] = value
+    found = [
+        name
+        for name, module in _projections(model).items()
+        if any(_ends(_parameter_name(name, module), end) for end in names["target_parameters"])
+        or (
+            type(module) is not GroupedLinear
+            and any(_ends(name, end) for end in names["target_modules"])
+        )
+    ]
+    if not found:
+        raise ConfigError("target_modules and target_parameters name no module of this model")
+    return tuple(found)
+
+
+def _check_names(given: Iterable[str], own: Iterable[str], where: str) -> None:
+    given, own = list(given), list(own)
+    known, present = set(own), set(given)
+    for what, names in (
+        ("does not hold", [name for name in own if name not in present]),
+        ("holds the unknown", [name for name in given if name not in known]),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{where} {what} {names[0]}{more}: its targets or base model are not this model's"
+            )
+
+
+def _check_same(folder: Path, config: LoraConfig, modules: Mapping[str, LoRAModule]) -> None:
+    """The adapters that the model already has must be those of the folder."""
+    differing = set(config.targets).symmetric_difference(modules)
+    if differing:
+        name = min(differing)
+        has, lacks = ("the model", folder) if name in modules else (folder, "the model")
+        raise CheckpointError(f"{has} has an adapter on {name}, {lacks} has none: targets differ")
+    for name, module in modules.items():
+        if module.scale != config.alpha / config.r:
+            raise CheckpointError(
+                f"{folder} scales its adapters by lora_alpha / r = {config.alpha / config.r}, the "
+                f"model's {name} by {module.scale}: lora.alpha and lora.r must be the folder's"
+            )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG_NAME
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"no {CONFIG_NAME} in {folder}: not a PEFT adapter folder") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    for option, only in _ONLY_VALUE.items():
+        value = fields.get(option, only)
+        if value != only and (value or only):  # PEFT writes nothing as null, [], {} or false
+            raise CheckpointError(f"{file}: {option} is {value!r}, only {only!r} can be read")
+    return fields
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    file = folder / WEIGHTS_NAME
+    try:
+        return load_file(file)
+    except FileNotFoundError:
+        raise CheckpointError(f"no {WEIGHTS_NAME} in {folder}") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is damaged or cannot be read: {error}") from None
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], fields: dict[str, Any]) -> None:
+    weights, config = folder / f".{WEIGHTS_NAME}.partial", folder / f".{CONFIG_NAME}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        weights.touch()
+        mode = weights.stat().st_mode
+        save_file(tensors, weights, metadata={"format": "pt"})
+        weights.chmod(mode)  # safetensors leaves the private mode of its own temporary file
+        config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        for file in (weights, config):
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        (folder / CONFIG_NAME).unlink(missing_ok=True)
+        weights.replace(folder / WEIGHTS_NAME)
+        config.replace(folder / CONFIG_NAME)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(f"cannot write the adapter to {folder}: {reason}") from None
+    finally:
+        for file in (weights, config):
+            with suppress(OSError):
+                file.unlink(missing_ok=True)

@@ -1,0 +1,163 @@
+"""Frozen projections: one matrix, and one matrix per expert.
+
+Nothing here is trained, so nothing here draws an initial value (a checkpoint fills the weights) and
+a backward pass computes the gradient of the input only. Adapters wrap these modules from outside
+(lora/layers.py) and share `grouped_linear`, which also gives the gradient of the weights where they
+ask for one. No bias: no supported family has one. Quantised weights and expert parallelism are not
+here.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fullspan.errors import LayoutError
+from fullspan.shapes import Float, Int64, Tensor
+
+
+class Linear(nn.Module):
+    """y = x W^T with a frozen weight [out, in] and no bias."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        empty = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}"
+
+
+class GroupedLinear(nn.Module):
+    """One frozen matrix per expert, weight [experts, out, in]; y = x W_e^T for e's slots."""
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.experts = experts
+        self.in_features = in_features
+        self.out_features = out_features
+        empty = torch.empty(experts, out_features, in_features, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+
+    def forward(
+        self, x: Float[Tensor, "slots in"], counts: Int64[Tensor, "experts"]
+    ) -> Float[Tensor, "slots out"]:
+        """x: slots sorted by expert; counts: slots of each expert, summing to the slots of x."""
+        return grouped_linear(x, self.weight, counts)
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, in={self.in_features}, out={self.out_features}"
+
+
+def grouped_linear(
+    x: Float[Tensor, "slots in"],
+    weight: Float[Tensor, "experts out in"],
+    counts: Int64[Tensor, "experts"],
+) -> Float[Tensor, "slots out"]:
+    """y[s] = weight[e] x[s] for the expert e of slot s; differentiable in x and in weight.
+
+    Slots are sorted by expert and counts[e] of them belong to expert e: any may be 0, and so may
+    their sum. Every element of the result and of both gradients is written (an expert without slots
+    has a zero weight gradient). FLOPs: 2 * slots * in * out, and as many for each gradient that is
+    asked for. Raises LayoutError where counts do not sum to the number of slots (checked on the CPU
+    only: on a GPU the check would wait for the device).
+    """
+    if not counts.is_cuda and int(counts.sum()) != x.shape[0]:
+        raise LayoutError(
+            f"{x.shape[0]} slots, but the experts' counts sum to {int(counts.sum())}; must be equal"
+        )
+    return _GroupedLinear.apply(x, weight, counts)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Autograd through a loop would add up one full-size weight gradient for every expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        # x is needed for the weight gradient only: a frozen weight keeps no activation alive.
+        inputs = (x,) if weight.requires_grad else ()
+        ctx.save_for_backward(weight, counts, *inputs)
+        return _grouped_mm(x, weight, counts)
+
+    @staticmethod
+    @once_differentiable  # which hides the parameters' names from pyright
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad,) = grads
+        weight, counts, *inputs = ctx.saved_tensors
+        want_x, want_weight, _ = ctx.needs_input_grad
+        grad_x = _grouped_mm(grad, weight.transpose(1, 2), counts) if want_x else None
+        grad_weight = _grouped_outer(grad, inputs[0], counts) if want_weight else None
+        return grad_x, grad_weight, None
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """[slots, in], [experts, out, in] -> [slots, out]."""
+    if _fused(x, weight):
+        offsets = counts.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=offsets)
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    for expert, start, end in _spans(counts):
+        torch.mm(x[start:end], weight[expert].t(), out=out[start:end])
+    return out
+
+
+def _grouped_outer(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """[slots, out], [slots, in] -> [experts, out, in]: sum over each expert's slots of grad x^T."""
+    if _fused(x, grad):
+        offsets = counts.cumsum(0).to(torch.int32)
+        product = F.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=offsets)
+        return product.masked_fill_((counts == 0)[:, None, None], 0)
+    out = x.new_zeros(counts.shape[0], grad.shape[1], x.shape[1])
+    for expert, start, end in _spans(counts):
+        torch.mm(grad[start:end].t(), x[start:end], out=out[expert])
+    return out
+
+
+def _spans(counts: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first slot, end slot) of every expert that has slots, in unbounded integers."""
+    spans, start = [], 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            spans.append((expert, start, start + count))
+        start += count
+    return spans
+
+
+def _fused(*operands: Tensor) -> bool:
+    """Whether grouped_mm takes these: bf16 on CUDA, widths that are multiples of 16 bytes.
+
+    It is one kernel and never waits for the device; the loop (a CPU, fp32, a LoRA rank that is no
+    multiple of 8) copies the counts to the host first. Both give the same result up to the order of
+    summation.
+    """
+    return all(
+        operand.is_cuda
+        and operand.dtype is torch.bfloat16
+        and operand.shape[0] > 0
+        and all(size % 8 == 0 for size in operand.shape[1:])
+        for operand in operands
+    )

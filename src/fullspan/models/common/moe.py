@@ -1,0 +1,98 @@
+"""Mixture of experts with DeepSeek-V3's router (noaux_tc): choose in groups by corrected score, weigh by plain score.
+
+Rows are sorted by expert, run through grouped linears and brought back, so that exchanging the sorted rows between
+ranks can later go between the sort and the grouped linears. Nothing here depends on how many ranks there are.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fullspan.models.common.linear import GroupedLinear
+from fullspan.models.common.mlp import GatedMLP
+from fullspan.shapes import Float, Float32, Int64, Tensor
+
+
+class Routing(NamedTuple):
+    """The experts of each row and their weights (float32), in the router's order."""
+
+    experts: Int64[Tensor, "rows chosen"]
+    weights: Float32[Tensor, "rows chosen"]
+
+
+class Router(nn.Module):
+    """Sigmoid scores in float32; `e_score_correction_bias` steers the choice and never the weight.
+
+    Groups: a group's rank is the sum of its two best corrected scores; only experts of the best `topk_group` groups
+    can be chosen (DeepSeek-V3, section 2.1.2).
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self, hidden: int, experts: int, *, chosen: int, groups: int, topk_group: int, scaling: float, normalise: bool
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden, dtype=torch.float32), requires_grad=False)
+        self.register_buffer("e_score_correction_bias", torch.empty(experts, dtype=torch.float32))
+        self.chosen, self.groups, self.topk_group = chosen, groups, topk_group
+        self.scaling, self.normalise = scaling, normalise
+
+    def forward(self, x: Float[Tensor, "rows hidden"]) -> Routing:
+        scores = nn.functional.linear(x.float(), self.weight).sigmoid()
+        experts = self._choose(scores.detach() + self.e_score_correction_bias)
+        weights = scores.gather(1, experts)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Routing(experts, weights * self.scaling)
+
+    def _choose(self, corrected: Float32[Tensor, "rows experts"]) -> Int64[Tensor, "rows chosen"]:
+        if self.topk_group < self.groups:
+            grouped = corrected.unflatten(1, (self.groups, -1))
+            ranks = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
+            kept = torch.zeros_like(ranks, dtype=torch.bool)
+            kept.scatter_(1, ranks.topk(self.topk_group, dim=1).indices, True)
+            corrected = grouped.masked_fill(~kept.unsqueeze(2), float("-inf")).flatten(1)
+        return corrected.topk(self.chosen, dim=1).indices
+
+
+class GroupedExperts(nn.Module):
+    """All routed experts as two grouped linears; the first holds gate above up, as `transformers` fuses them."""
+
+    def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_up_proj = GroupedLinear(experts, hidden, 2 * intermediate)
+        self.down_proj = GroupedLinear(experts, intermediate, hidden)
+
+    def forward(
+        self, x: Float[Tensor, "slots hidden"], counts: Int64[Tensor, "experts"]
+    ) -> Float[Tensor, "slots hidden"]:
+        """`x` sorted by expert; `counts[e]` of its rows belong to expert e."""
+        gate, up = self.gate_up_proj(x, counts).chunk(2, dim=-1)
+        return self.down_proj(nn.functional.silu(gate) * up, counts)
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts plus the shared expert. Padding rows are computed like any other: nothing depends on them."""
+
+    def __init__(self, router: Router, experts: GroupedExperts, shared_experts: GatedMLP) -> None:
+        super().__init__()
+        self.gate = router
+        self.experts = experts
+        self.shared_experts = shared_experts
+
+    def forward(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
+        return self._routed(x) + self.shared_experts(x)
+
+    def _routed(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
+        routing = self.gate(x)
+        chosen = routing.experts.shape[1]
+        order = routing.experts.flatten().argsort(stable=True)  # slot -> (row, choice), sorted by expert
+        counts = torch.bincount(routing.experts.flatten(), minlength=self.gate.weight.shape[0])
+        out = self.experts(x[order // chosen], counts)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device=order.device)
+        # Weighted in the order of the choices: no atomics, so the sum is the same on every run.
+        out = out[back].unflatten(0, (-1, chosen)) * routing.weights.unsqueeze(-1).to(x.dtype)
+        return out.sum(1)

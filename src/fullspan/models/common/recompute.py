@@ -1,0 +1,53 @@
+"""Activation recompute for a layer that hands a selection on: the layer's input and its selection are all that is kept.
+
+The first pass runs without autograd; the backward pass runs the layer again, with autograd, on the kept input and with
+the kept selection, so the indexer runs once and the keys are the same. What is kept belongs to the autograd node of
+that one call, so any number of microbatches may be in flight. `torch.utils.checkpoint` is not used because it would
+run the indexer again, or need a place outside the call to hold the selection.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from fullspan.ops.selection import Selection
+from fullspan.shapes import Float, Tensor
+
+# (hidden, kept selection or None) -> (hidden, selection)
+LayerCall = Callable[[Tensor, Selection | None], tuple[Tensor, Selection]]
+
+
+class _RecomputedLayer(torch.autograd.Function):
+    """forward: one pass without autograd. backward: a second pass with it, then its gradients."""
+
+    @staticmethod
+    def forward(ctx, call: LayerCall, hidden: Tensor, *parameters: Tensor):
+        out, selection = call(hidden, None)
+        ctx.call = call
+        ctx.save_for_backward(hidden, selection.ids, selection.counts, *parameters)
+        ctx.mark_non_differentiable(selection.ids, selection.counts)
+        return out, selection.ids, selection.counts
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor, *_: None):
+        hidden, ids, counts, *parameters = ctx.saved_tensors
+        hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
+        with torch.enable_grad():
+            out, _ = ctx.call(hidden, Selection(ids, counts))
+        wanted = [hidden, *parameters] if hidden.requires_grad else parameters
+        gradients = list(torch.autograd.grad(out, wanted, grad_out, materialize_grads=True))
+        return None, gradients.pop(0) if hidden.requires_grad else None, *gradients
+
+
+def run_recomputed(
+    call: LayerCall, hidden: Float[Tensor, "rows hidden"], parameters: Sequence[nn.Parameter]
+) -> tuple[Float[Tensor, "rows hidden"], Selection]:
+    """Run a layer now and again in the backward pass.
+
+    Args:
+        call: the layer; its second argument is a kept selection that it must use instead of making one.
+        parameters: every parameter of the layer that needs a gradient.
+    """
+    out, ids, counts = _RecomputedLayer.apply(call, hidden, *parameters)
+    return out, Selection(ids, counts)

@@ -1,0 +1,1 @@
+"""Output projection and cross-entropy, without the full logits."""

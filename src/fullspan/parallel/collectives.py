@@ -1,0 +1,82 @@
+"""Every collective of the package, each with its shapes on both sides, its forward and its adjoint.
+
+Nothing else in the package calls `torch.distributed` to move a tensor of the model (checkpointing uses PyTorch's own).
+A group of `None` means one rank: every function is then the identity. Autograd lives with the callers; the adjoint of
+the gather is `reduce_scatter_rows`, which callers run on float32.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullspan.shapes import Float, Tensor
+
+
+class PendingTensor:
+    """A tensor that a collective is still writing; `wait` returns it when it is complete."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
+        self._tensor = tensor
+        self._work = work
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def start_all_gather_rows(local: Tensor, group: dist.ProcessGroup | None) -> PendingTensor:
+    """[rows, ...] on each rank -> [ranks * rows, ...] on every rank, in rank order. Adjoint: `reduce_scatter_rows`.
+
+    Not differentiable by itself. Returns at once; the input must not change before `wait`.
+    """
+    if group is None:
+        return PendingTensor(local, None)
+    local = local.detach().contiguous()
+    gathered = local.new_empty((dist.get_world_size(group) * local.shape[0], *local.shape[1:]))
+    return PendingTensor(gathered, dist.all_gather_into_tensor(gathered, local, group, async_op=True))
+
+
+def start_reduce_scatter_rows(full: Tensor, group: dist.ProcessGroup | None) -> PendingTensor:
+    """[ranks * rows, ...] on each rank -> [rows, ...]: rank r gets the sum over ranks of slice r.
+
+    The adjoint of `start_all_gather_rows`. The sum runs in the dtype of `full`; callers pass float32.
+    """
+    if group is None:
+        return PendingTensor(full, None)
+    rows = full.shape[0] // dist.get_world_size(group)
+    scattered = full.new_empty((rows, *full.shape[1:]))
+    work = dist.reduce_scatter_tensor(scattered, full.contiguous(), dist.ReduceOp.SUM, group, async_op=True)
+    return PendingTensor(scattered, work)
+
+
+def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Replace each tensor by its sum over the ranks, in place, in one message: the tensors are joined in their order
+    in float32. Every rank must pass the same shapes. The adjoint of a sum over ranks is a copy, so it is never
+    differentiated."""
+    if group is None or not tensors:
+        return
+    joined = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
+    dist.all_reduce(joined, dist.ReduceOp.SUM, group)
+    for tensor, part in zip(tensors, joined.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def all_reduce_gradients(
+    parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None
+) -> None:
+    """Sum the gradients of replicated parameters over the ranks of a sequence, which each saw a part of its rows.
+
+    A parameter that no row of this rank reached counts as a zero gradient, so that every rank sends the same message.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    all_reduce_sum([p.grad for p in parameters if p.grad is not None], group)
+
+
+def gather_rows(local: Float[Tensor, "rows *rest"], group: dist.ProcessGroup | None) -> Tensor:
+    """The blocking form of `start_all_gather_rows`, for evaluation, parity checks and indexer keys."""
+    return start_all_gather_rows(local, group).wait()
