@@ -112,7 +112,7 @@ def dquery_kernel(
 def _partial(
     acc, acr, QUERY, GRAD, PROB, DSCORE, i, tile, slots, ok, cc, cr,
     HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr, HB: tl.constexpr,
-    ROPE: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc, acr += dS^T q + P^T grad over one tile of heads of row i, for `slots` of PROB and DSCORE."""
     D: tl.constexpr = DV + DR
@@ -127,7 +127,7 @@ def _partial(
     gp = GRAD + (i.to(tl.int64) * HEADS + h)[:, None] * DV
     grad = tl.load(gp + cc[None, :], mask=cm, other=0.0)
     acc = tl.dot(s, q, acc, input_precision=PRECISION)
-    if ROPE:
+    if DR > 0:
         qr = tl.load(qp + cr[None, :], mask=hm[:, None] & ((cr < D) | (DR % BR == 0))[None, :], other=0.0)
         acr = tl.dot(s, qr, acr, input_precision=PRECISION)
     acc = tl.dot(p, grad, acc, input_precision=PRECISION)
@@ -166,7 +166,7 @@ def union_kernel(
         i = row0 + g * GROUP + own
         acc, acr = _partial(
             acc, acr, QUERY, GRAD, PROB, DSCORE, i, e % HT, slots, slots >= 0, cc, cr,
-            HEADS, DV, DR, HP, HB, DR > 0, PRECISION,
+            HEADS, DV, DR, HP, HB, BN, BR, PRECISION,
         )  # fmt: skip
     at = part0 + (b.to(tl.int64) * BM + mm)
     pp = PART + at[:, None] * D
@@ -209,7 +209,7 @@ def direct_kernel(
         for tile in tl.static_range(HT):
             acc, acr = _partial(
                 acc, acr, QUERY, GRAD, PROB, DSCORE, row0 + c, tile, slots, ok, cc, cr,
-                HEADS, DV, DR, HP, HB, DR > 0, PRECISION,
+                HEADS, DV, DR, HP, HB, BN, BR, PRECISION,
             )  # fmt: skip
         pp = PART + slots.to(tl.int64)[:, None] * D
         tl.store(pp + cc[None, :], acc.to(PART.dtype.element_ty), mask=ok[:, None] & ((cc < DV) | (DV % BN == 0))[None, :])

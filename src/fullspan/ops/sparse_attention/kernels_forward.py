@@ -74,6 +74,7 @@ def forward_kernel(
         acc = acc * a[:, None]
         acc = tl.dot(p.to(kn.dtype), kn, acc, input_precision=PRECISION)
         m = mn
+    empty = total == 0.0  # such a row takes no part, sink or not
     if HAS_SINK:
         sink = tl.load(SINK + h, mask=hm, other=0.0).to(tl.float32) * LOG2E
         mn = tl.maximum(m, sink)
@@ -81,10 +82,9 @@ def forward_kernel(
         total = total * a + tl.exp2(sink - mn)
         acc = acc * a[:, None]
         m = mn
-    empty = total == 0.0
     ls = tl.where(empty, 1.0, total)
     op = OUT + (i * HEADS + h)[:, None] * DV + v[None, :]
-    tl.store(op, (acc / ls[:, None]).to(OUT.dtype.element_ty), mask=hm[:, None] & vm[None, :])
+    tl.store(op, tl.where(empty[:, None], 0.0, acc / ls[:, None]).to(OUT.dtype.element_ty), mask=hm[:, None] & vm[None, :])
     # +inf on a row without keys makes exp(s - lse) vanish in the backward
     lse = tl.where(empty, float("inf"), (m + tl.log2(ls)) * LN2)
     tl.store(LSE + i * HEADS + h, lse, mask=hm)
