@@ -43,7 +43,7 @@ demo: $(INSTALLED)
 	$(BIN)/fullspan init-tiny "$(DEMO)/model"
 	$(BIN)/fullspan data demo "$(DEMO)/data"
 	$(BIN)/fullspan train configs/tiny_cpu.toml --nproc-per-node 2 --model.path "$(DEMO)/model" \
-	  --data.path "$(DEMO)/data/train.jsonl" --data.eval_path "$(DEMO)/data/eval.jsonl" \
+	  --data.path "$(DEMO)/data/train.jsonl" --data.eval_path "$(DEMO)/data/heldout.jsonl" \
 	  --train.output_dir "$(DEMO)/run"
 
 test: $(INSTALLED)
@@ -52,7 +52,7 @@ test: $(INSTALLED)
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python scripts/check_size.py
 	$(BIN)/python scripts/check_text.py
 

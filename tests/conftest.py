@@ -1,4 +1,6 @@
-"""Shared by every test: annotations of shapes are checked, one CPU thread per process, uninitialised memory is NaN."""
+"""Shared by every test: annotations of shapes are checked, one CPU thread per process,
+uninitialised memory is NaN.
+"""
 
 import os
 
@@ -8,7 +10,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from jaxtyping import install_import_hook
 
-install_import_hook("fullspan", "beartype.beartype")
+import tests.support.typecheck  # noqa: F401  the hook finds it by its name
+
+install_import_hook("fullspan", "tests.support.typecheck.checked")
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,3 +30,17 @@ def _poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory) -> dict[str, Path]:
+    """One tiny checkpoint of each family, written once for the whole session. Never write into
+    them.
+    """
+    from fullspan.checkpoint.tiny import init_tiny
+    from tests.support.tiny import FAMILIES
+
+    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in folders.items():
+        init_tiny(folder, family=family, seed=0)
+    return folders

@@ -29,3 +29,7 @@ class DataError(FullspanError, ValueError):
 
 class LaunchError(FullspanError, RuntimeError):
     """Ranks could not be started or could not find each other."""
+
+
+class TrainingError(FullspanError, RuntimeError):
+    """Training cannot go on: a loss or a gradient norm that is not finite."""

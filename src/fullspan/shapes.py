@@ -12,6 +12,9 @@ value        width of a value head
 q_latent     width of the compressed query (q_lora_rank)
 topk         key slots a query may select
 index_heads, index_dim   heads of the indexer and their width
+half         half of the rotary width: one cos and sin each
+chosen       experts that a row is sent to
+
 experts      routed experts
 slots        (row, chosen expert) pairs, sorted by expert
 rank         LoRA rank

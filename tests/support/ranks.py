@@ -1,4 +1,6 @@
-"""Real gloo ranks for tests: forked processes that meet through a file, in about a tenth of a second."""
+"""Real gloo ranks for tests: forked processes that meet through a file, in about a tenth of a
+second.
+"""
 
 import multiprocessing
 import tempfile
@@ -13,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Run `function(rank, world_size, *args)` on real ranks; return what each rank returned, in rank order.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0
+) -> list[Any]:
+    """Run `function(rank, world_size, *args)` on real ranks; return what each rank returned, in
+    rank order.
 
-    With one rank there is no process group, as in the product. A rank that raises ends the test with its traceback; a
-    rank that hangs ends it at `timeout` seconds.
+    With one rank there is no process group, as in the product. A rank that raises ends the test
+    with its traceback; a rank that hangs ends it at `timeout` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
@@ -42,22 +47,36 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         assert not hung, f"ranks {hung} still ran after {timeout} s"
         codes = [process.exitcode for process in ranks]
         assert not any(codes), f"exit codes {codes}"
-        return [torch.load(Path(folder) / f"result-{rank}", weights_only=False) for rank in range(world_size)]
+        return [
+            torch.load(Path(folder) / f"result-{rank}", weights_only=False)
+            for rank in range(world_size)
+        ]
 
 
 def _main(
-    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    rank: int,
+    world_size: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
 ) -> None:
     try:
         torch.set_num_threads(1)
         if world_size > 1:
             store = dist.FileStore(f"{folder}/store", world_size)
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+                "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
             )
         torch.save(function(rank, world_size, *args), Path(folder) / f"result-{rank}")
         if world_size > 1:
             dist.destroy_process_group()
     except BaseException:
-        (Path(folder) / f"error-{rank}").write_text(f"rank {rank} of {world_size}:\n{traceback.format_exc()}")
+        (Path(folder) / f"error-{rank}").write_text(
+            f"rank {rank} of {world_size}:\n{traceback.format_exc()}"
+        )
         raise SystemExit(1) from None

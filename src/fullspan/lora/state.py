@@ -122,9 +122,7 @@ def from_peft(folder: Path, model: nn.Module) -> LoraConfig:
     tensors = _read_weights(folder)
     try:
         config = LoraConfig(
-            r=fields.get("r", 0),
-            alpha=fields.get("lora_alpha", 0),
-            targets=_named_modules(model, fields),
+            r=fields["r"], alpha=fields["lora_alpha"], targets=_named_modules(model, fields)
         )
         if not adapted_modules(model):
             inject(model, config)
@@ -315,6 +313,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         value = fields.get(option, only)
         if value != only and (value or only):  # PEFT writes nothing as null, [], {} or false
             raise CheckpointError(f"{file}: {option} is {value!r}, only {only!r} can be read")
+    if type(fields.get("r")) is not int or type(fields.get("lora_alpha")) not in (int, float):
+        got = f"{fields.get('r')!r} and {fields.get('lora_alpha')!r}"
+        raise CheckpointError(f"{file}: r and lora_alpha are {got}, they must be numbers")
     return fields
 
 

@@ -1,7 +1,8 @@
-"""Which implementation of an op runs, and why. A backend that is named and cannot run raises; nothing falls back.
+"""Which implementation of an op runs, and why. A named backend that cannot run raises; nothing
+falls back to another one.
 
-The registry is the dict below: op -> {name: check}, in the order in which "auto" tries them. A check says why the
-backend cannot run on a device and dtype, or returns None when it can.
+The registry is the dict below: op -> {name: check}, in the order in which "auto" tries them. A
+check says why the backend cannot run on a device and dtype, or gives None when it can.
 """
 
 import functools
@@ -18,14 +19,14 @@ logger = logging.getLogger(__name__)
 Check = Callable[[torch.device, torch.dtype], str | None]
 
 
-def _reference_check(device: torch.device, dtype: torch.dtype) -> str | None:
+def _check_reference(device: torch.device, dtype: torch.dtype) -> str | None:
     allowed = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    return None if dtype in allowed else f"computes floating point, not {dtype}"
+    return None if dtype in allowed else f"computes in floating point, not in {dtype}"
 
 
 BACKENDS: dict[str, dict[str, Check]] = {
-    "index_topk": {"reference": _reference_check},
-    "sparse_attention": {"reference": _reference_check},
+    "index_topk": {"reference": _check_reference},
+    "sparse_attention": {"reference": _check_reference},
 }
 
 
@@ -33,10 +34,10 @@ BACKENDS: dict[str, dict[str, Check]] = {
 class OpOptions:
     """The [ops] section.
 
-    index_topk, sparse_attention: backend name, or "auto" for the first that can run.
-    workspace_bytes: bound on the temporaries of index_topk and of sparse_attention, each on its own.
+    index_topk, sparse_attention: name of a backend, or "auto" for the first that can run.
+    workspace_bytes: bound on the temporaries of index_topk, and on those of sparse_attention.
     loss_chunk_rows: rows whose logits over the vocabulary exist at once.
-    deterministic: same bits on every run; backends that cannot do that are refused.
+    deterministic: the same bits on every run. The reference gives them either way.
     """
 
     index_topk: str = "auto"
@@ -46,11 +47,11 @@ class OpOptions:
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        for op in BACKENDS:
+        for op, backends in BACKENDS.items():
             name = getattr(self, op)
-            if name != "auto" and name not in BACKENDS[op]:
-                known = ", ".join(["auto", *BACKENDS[op]])
-                raise BackendError(f"ops.{op} is {name!r}; known backends: {known}")
+            if name not in ("auto", *backends):
+                known = ", ".join(("auto", *backends))
+                raise BackendError(f"ops.{op} is {name!r}; it can be one of: {known}")
         for setting, least in (("workspace_bytes", 1 << 20), ("loss_chunk_rows", 1)):
             value = getattr(self, setting)
             if value < least:
@@ -58,25 +59,24 @@ class OpOptions:
 
 
 def resolve(options: OpOptions, device: torch.device, dtype: torch.dtype) -> OpOptions:
-    """Options with a backend that can run on device and dtype in place of every "auto".
+    """Options with a backend that runs on device and dtype in place of every "auto".
 
-    Raises BackendError that lists the known backends with reasons when a named one, or every one, cannot run.
+    Raises BackendError, with every known backend and what is against it, when the named one or all
+    of them cannot run.
     """
-    return replace(
-        options, **{op: _choose(op, getattr(options, op), device, dtype) for op in BACKENDS}
-    )
+    chosen = {op: _choose(op, getattr(options, op), device, dtype) for op in BACKENDS}
+    return replace(options, **chosen)
 
 
-@functools.cache
+@functools.cache  # so that a choice is logged once and costs nothing per layer
 def _choose(op: str, wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Cached, so that a choice is logged once a process and costs nothing per layer."""
     verdicts = {name: check(device, dtype) for name, check in BACKENDS[op].items()}
     able = [name for name, refusal in verdicts.items() if refusal is None]
     if wanted == "auto" and able:
-        logger.info("%s: %s, the first backend that runs on %s with %s", op, able[0], device, dtype)
+        logger.info("%s: %s, the first backend for %s on %s", op, able[0], dtype, device)
         return able[0]
     if wanted in able:
-        logger.info("%s: %s, as ops.%s names it", op, wanted, op)
+        logger.info("%s: %s, named by ops.%s", op, wanted, op)
         return wanted
     listing = "; ".join(f"{name}: {refusal or 'can run'}" for name, refusal in verdicts.items())
-    raise BackendError(f"ops.{op} = {wanted!r} cannot run on {device} with {dtype} ({listing})")
+    raise BackendError(f"ops.{op} = {wanted!r} cannot run for {dtype} on {device} ({listing})")

@@ -1,1 +1,3 @@
-"""How one packed sequence is spread over ranks: index maps, collectives, and what a model sees of both."""
+"""How one packed sequence is spread over ranks: index maps, collectives, and what a model sees of
+both.
+"""

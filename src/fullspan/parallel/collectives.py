@@ -1,8 +1,9 @@
 """Every collective of the package, each with its shapes on both sides, its forward and its adjoint.
 
-Nothing else in the package calls `torch.distributed` to move a tensor of the model (checkpointing uses PyTorch's own).
-A group of `None` means one rank: every function is then the identity. Autograd lives with the callers; the adjoint of
-the gather is `reduce_scatter_rows`, which callers run on float32.
+Nothing else in the package calls `torch.distributed` to move a tensor of the model (checkpointing
+uses PyTorch's own). A group of `None` means one rank: every function is then the identity. Autograd
+lives with the callers; the adjoint of the gather is `reduce_scatter_rows`, which callers run on
+float32.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,12 @@ import torch
 import torch.distributed as dist
 
 from fullspan.shapes import Float, Tensor
+
+try:  # torch 2.13 renamed these two and warns about the old names; 2.11 has the old ones only
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 
 class PendingTensor:
@@ -28,7 +35,8 @@ class PendingTensor:
 
 
 def start_all_gather_rows(local: Tensor, group: dist.ProcessGroup | None) -> PendingTensor:
-    """[rows, ...] on each rank -> [ranks * rows, ...] on every rank, in rank order. Adjoint: `reduce_scatter_rows`.
+    """[rows, ...] on each rank -> [ranks * rows, ...] on every rank, in rank order. Adjoint:
+    `reduce_scatter_rows`.
 
     Not differentiable by itself. Returns at once; the input must not change before `wait`.
     """
@@ -36,26 +44,30 @@ def start_all_gather_rows(local: Tensor, group: dist.ProcessGroup | None) -> Pen
         return PendingTensor(local, None)
     local = local.detach().contiguous()
     gathered = local.new_empty((dist.get_world_size(group) * local.shape[0], *local.shape[1:]))
-    return PendingTensor(gathered, dist.all_gather_into_tensor(gathered, local, group, async_op=True))
+    return PendingTensor(gathered, all_gather_single(gathered, local, group, async_op=True))
 
 
 def start_reduce_scatter_rows(full: Tensor, group: dist.ProcessGroup | None) -> PendingTensor:
     """[ranks * rows, ...] on each rank -> [rows, ...]: rank r gets the sum over ranks of slice r.
 
-    The adjoint of `start_all_gather_rows`. The sum runs in the dtype of `full`; callers pass float32.
+    The adjoint of `start_all_gather_rows`. The sum runs in the dtype of `full`; callers pass
+    float32.
     """
     if group is None:
         return PendingTensor(full, None)
     rows = full.shape[0] // dist.get_world_size(group)
     scattered = full.new_empty((rows, *full.shape[1:]))
-    work = dist.reduce_scatter_tensor(scattered, full.contiguous(), dist.ReduceOp.SUM, group, async_op=True)
+    work = reduce_scatter_single(
+        scattered, full.contiguous(), dist.ReduceOp.SUM, group, async_op=True
+    )
     return PendingTensor(scattered, work)
 
 
 def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its sum over the ranks, in place, in one message: the tensors are joined in their order
-    in float32. Every rank must pass the same shapes. The adjoint of a sum over ranks is a copy, so it is never
-    differentiated."""
+    """Replace each tensor by its sum over the ranks, in place, in one message: the tensors are
+    joined in their order in float32. Every rank must pass the same shapes. The adjoint of a sum
+    over ranks is a copy, so it is never differentiated.
+    """
     if group is None or not tensors:
         return
     joined = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
@@ -67,9 +79,11 @@ def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -
 def all_reduce_gradients(
     parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None
 ) -> None:
-    """Sum the gradients of replicated parameters over the ranks of a sequence, which each saw a part of its rows.
+    """Sum the gradients of replicated parameters over the ranks of a sequence, which each saw a
+    part of its rows.
 
-    A parameter that no row of this rank reached counts as a zero gradient, so that every rank sends the same message.
+    A parameter that no row of this rank reached counts as a zero gradient, so that every rank sends
+    the same message.
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -78,5 +92,5 @@ def all_reduce_gradients(
 
 
 def gather_rows(local: Float[Tensor, "rows *rest"], group: dist.ProcessGroup | None) -> Tensor:
-    """The blocking form of `start_all_gather_rows`, for evaluation, parity checks and indexer keys."""
+    """The blocking form of `start_all_gather_rows`, for indexer keys and parity checks."""
     return start_all_gather_rows(local, group).wait()

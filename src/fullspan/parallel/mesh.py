@@ -1,6 +1,7 @@
 """The ranks of a run: how many share one sequence, and the process group they do it in.
 
-Uses PyTorch's DeviceMesh and its own environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) as torchrun sets it.
+Uses PyTorch's DeviceMesh and its own environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) as
+torchrun sets it.
 """
 
 import os
@@ -30,9 +31,13 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.cp < 0:
-            raise ConfigError(f"parallel.cp is {self.cp}: it must be 0 (all ranks) or a positive number of ranks")
+            raise ConfigError(
+                f"parallel.cp is {self.cp}: it must be 0 (all ranks) or a positive number of ranks"
+            )
         if self.partition not in PARTITIONS:
-            raise ConfigError(f"parallel.partition is {self.partition!r}: allowed are {', '.join(PARTITIONS)}")
+            raise ConfigError(
+                f"parallel.partition is {self.partition!r}: allowed are {', '.join(PARTITIONS)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +59,8 @@ class Mesh:
 
 @contextmanager
 def open_mesh(config: ParallelConfig, *, timeout_seconds: float = 600.0) -> Iterator[Mesh]:
-    """Join the process group that the environment describes, and leave it at the end. One process needs none.
+    """Join the process group that the environment describes, and leave it at the end. One process
+    needs none.
 
     Raises:
         ConfigError: parallel.cp does not fit the number of ranks.
@@ -76,7 +82,9 @@ def open_mesh(config: ParallelConfig, *, timeout_seconds: float = 600.0) -> Iter
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise LaunchError(f"rank {rank} of {world_size} could not join the process group: {reason}") from None
+        raise LaunchError(
+            f"rank {rank} of {world_size} could not join the process group: {reason}"
+        ) from None
     try:
         mesh = init_device_mesh(device.type, (cp_size,), mesh_dim_names=("cp",))
         yield Mesh(

@@ -1,8 +1,9 @@
 """Which rows of a pack each context-parallel rank holds: pure index maps, no communication.
 
-`contiguous` (the default): of a pack of `length` rows, rank r of `size` holds rows [r * length / size, (r + 1) *
-length / size). The name is that of Megatron-LM and verl. A gather over the ranks therefore returns the pack in its
-own order. Document bounds play no part: a document may cross any number of rank borders.
+`contiguous` (the default): of a pack of `length` rows, rank r of `size` holds rows [r * length /
+size, (r + 1) * length / size). The name is that of Megatron-LM and verl. A gather over the ranks
+therefore returns the pack in its own order. Document bounds play no part: a document may cross any
+number of rank borders.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Partition:
             )
         if self.size < 1 or self.length < 1 or self.length % self.size:
             raise LayoutError(
-                f"a pack of {self.length} rows cannot be shared evenly by {self.size} ranks: the length must be a "
+                f"a pack of {self.length} rows cannot be shared evenly by {self.size} ranks: the "
+                "length must be a "
                 "positive multiple of the ranks (settings data.pack_length and parallel.cp)"
             )
 
@@ -51,7 +53,9 @@ class Partition:
         return torch.arange(first, first + self.rows_per_rank, dtype=torch.int64)
 
     def owner(self, rows: Int64[Tensor, "n"]) -> tuple[Int64[Tensor, "n"], Int64[Tensor, "n"]]:
-        """The inverse map: for global row ids, the rank that holds each and its place among that rank's rows."""
+        """The inverse map: for global row ids, the rank that holds each and its place among that
+        rank's rows.
+        """
         return rows // self.rows_per_rank, rows % self.rows_per_rank
 
 

@@ -111,7 +111,7 @@ def _open_tensorboard(folder: Path, finished_steps: int):
     except ImportError as error:
         raise ConfigError(
             "train.tensorboard = true needs the tensorboard package, which is not installed: "
-            "pip install 'fullspan[tensorboard]', or set it to false (metrics.jsonl is there anyway)"
+            "pip install 'fullspan[tensorboard]', or set it to false (metrics.jsonl stays)"
         ) from error
     return SummaryWriter(str(folder / "tensorboard"), purge_step=finished_steps + 1)
 
@@ -154,8 +154,17 @@ def format_step(record: Record, total_steps: int, eta_seconds: float) -> str:
         f"  loss {record['loss']:.4f}  lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}"
         f"  {record['tokens_per_second']:,.0f} tok/s"
         f" ({record['tokens_per_second_per_rank']:,.0f} per rank)"
-        f"  peak {record['peak_memory_bytes'] / 2**30:.2f} GiB {record['peak_memory_counts']}"
+        f"  peak {record['peak_memory_bytes'] / 2**30:.2f} GiB ({record['peak_memory_counts']})"
         f"  ETA {format_duration(eta_seconds)}{trained}"
+    )
+
+
+def format_evaluation(record: Record, total_steps: int) -> str:
+    """The console line of an eval record."""
+    return (
+        f"eval {record['step']:>{len(str(total_steps))}}/{total_steps}  loss {record['loss']:.4f}"
+        f"  over {record['trained_tokens']:,} trained tokens"
+        f" in {format_duration(record['seconds'])}"
     )
 
 

@@ -15,18 +15,29 @@ PLOT_FILE = "loss.png"
 
 
 def plot_losses(records: Sequence[Record], path: Path, title: str) -> None:
-    """Writes the train loss of each step (thin), its running mean and the evaluations (marked) to
-    `path`.
-
-    Steps without a trained token have no loss and are left out.
+    """Draws `loss_figure` into the PNG `path`.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
+    figure = loss_figure(records, title)
+    FigureCanvasAgg(figure)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror} (setting train.output_dir)"
+        ) from error
+
+
+def loss_figure(records: Sequence[Record], title: str) -> Figure:
+    """The train loss of each step (thin), its running mean, and the evaluations (marked).
+
+    Steps without a trained token have no loss and are left out.
+    """
     train = [r for r in records if r["kind"] == "train" and r["trained_tokens"]]
     evaluations = [r for r in records if r["kind"] == "eval"]
     figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if train:
         steps, losses = [r["step"] for r in train], [r["loss"] for r in train]
@@ -49,9 +60,4 @@ def plot_losses(records: Sequence[Record], path: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     if train or evaluations:
         axes.legend()
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error.strerror} (setting train.output_dir)"
-        ) from error
+    return figure

@@ -1,7 +1,9 @@
-"""Mixture of experts with DeepSeek-V3's router (noaux_tc): choose in groups by corrected score, weigh by plain score.
+"""Mixture of experts with DeepSeek-V3's router (noaux_tc): choose in groups by corrected score,
+weigh by plain score.
 
-Rows are sorted by expert, run through grouped linears and brought back, so that exchanging the sorted rows between
-ranks can later go between the sort and the grouped linears. Nothing here depends on how many ranks there are.
+Rows are sorted by expert, run through grouped linears and brought back, so that exchanging the
+sorted rows between ranks can later go between the sort and the grouped linears. Nothing here
+depends on how many ranks there are.
 """
 
 from typing import NamedTuple
@@ -24,17 +26,27 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Sigmoid scores in float32; `e_score_correction_bias` steers the choice and never the weight.
 
-    Groups: a group's rank is the sum of its two best corrected scores; only experts of the best `topk_group` groups
-    can be chosen (DeepSeek-V3, section 2.1.2).
+    Groups: a group's rank is the sum of its two best corrected scores; only experts of the best
+    `topk_group` groups can be chosen (DeepSeek-V3, section 2.1.2).
     """
 
     e_score_correction_bias: Tensor
 
     def __init__(
-        self, hidden: int, experts: int, *, chosen: int, groups: int, topk_group: int, scaling: float, normalise: bool
+        self,
+        hidden: int,
+        experts: int,
+        *,
+        chosen: int,
+        groups: int,
+        topk_group: int,
+        scaling: float,
+        normalise: bool,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, hidden, dtype=torch.float32), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(experts, hidden, dtype=torch.float32), requires_grad=False
+        )
         self.register_buffer("e_score_correction_bias", torch.empty(experts, dtype=torch.float32))
         self.chosen, self.groups, self.topk_group = chosen, groups, topk_group
         self.scaling, self.normalise = scaling, normalise
@@ -58,7 +70,9 @@ class Router(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """All routed experts as two grouped linears; the first holds gate above up, as `transformers` fuses them."""
+    """All routed experts as two grouped linears; the first holds gate above up, as `transformers`
+    fuses them.
+    """
 
     def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -74,7 +88,9 @@ class GroupedExperts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts plus the shared expert. Padding rows are computed like any other: nothing depends on them."""
+    """Routed experts plus the shared expert. Padding rows are computed like any other: nothing
+    depends on them.
+    """
 
     def __init__(self, router: Router, experts: GroupedExperts, shared_experts: GatedMLP) -> None:
         super().__init__()
@@ -88,7 +104,9 @@ class MixtureOfExperts(nn.Module):
     def _routed(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         routing = self.gate(x)
         chosen = routing.experts.shape[1]
-        order = routing.experts.flatten().argsort(stable=True)  # slot -> (row, choice), sorted by expert
+        order = routing.experts.flatten().argsort(
+            stable=True
+        )  # slot -> (row, choice), sorted by expert
         counts = torch.bincount(routing.experts.flatten(), minlength=self.gate.weight.shape[0])
         out = self.experts(x[order // chosen], counts)
         back = torch.empty_like(order)

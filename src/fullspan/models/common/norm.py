@@ -7,7 +7,9 @@ from fullspan.shapes import Float, Tensor
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, rounded to x's dtype before the weight (Llama)."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, rounded to x's dtype before the
+    weight (Llama).
+    """
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

@@ -1,9 +1,11 @@
-"""Activation recompute for a layer that hands a selection on: the layer's input and its selection are all that is kept.
+"""Activation recompute for a layer that hands a selection on: the layer's input and its selection
+are all that is kept.
 
-The first pass runs without autograd; the backward pass runs the layer again, with autograd, on the kept input and with
-the kept selection, so the indexer runs once and the keys are the same. What is kept belongs to the autograd node of
-that one call, so any number of microbatches may be in flight. `torch.utils.checkpoint` is not used because it would
-run the indexer again, or need a place outside the call to hold the selection.
+The first pass runs without autograd; the backward pass runs the layer again, with autograd, on the
+kept input and with the kept selection, so the indexer runs once and the keys are the same. What is
+kept belongs to the autograd node of that one call, so any number of microbatches may be in flight.
+`torch.utils.checkpoint` is not used because it would run the indexer again, or need a place outside
+the call to hold the selection.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,16 +29,17 @@ class _RecomputedLayer(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(hidden, selection.ids, selection.counts, *parameters)
         ctx.mark_non_differentiable(selection.ids, selection.counts)
+        ctx.set_materialize_grads(False)  # none for the selection
         return out, selection.ids, selection.counts
 
     @staticmethod
-    def backward(ctx, grad_out: Tensor, *_: None):
+    def backward(ctx, *grad_outputs: Tensor | None):
         hidden, ids, counts, *parameters = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
         with torch.enable_grad():
             out, _ = ctx.call(hidden, Selection(ids, counts))
         wanted = [hidden, *parameters] if hidden.requires_grad else parameters
-        gradients = list(torch.autograd.grad(out, wanted, grad_out, materialize_grads=True))
+        gradients = list(torch.autograd.grad(out, wanted, grad_outputs[0], materialize_grads=True))
         return None, gradients.pop(0) if hidden.requires_grad else None, *gradients
 
 
@@ -46,8 +49,8 @@ def run_recomputed(
     """Run a layer now and again in the backward pass.
 
     Args:
-        call: the layer; its second argument is a kept selection that it must use instead of making one.
-        parameters: every parameter of the layer that needs a gradient.
+        call: the layer; its second argument is a kept selection that it must use instead of making
+        one. parameters: every parameter of the layer that needs a gradient.
     """
     out, ids, counts = _RecomputedLayer.apply(call, hidden, *parameters)
     return out, Selection(ids, counts)

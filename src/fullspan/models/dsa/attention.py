@@ -1,14 +1,17 @@
 """Multi-head latent attention in absorbed form over the keys that the DSA indexer selects.
 
-DeepSeek-V2 (arXiv 2405.04434) stores one latent per token; DeepSeek-V3.2 scores it with a small indexer and attends to
-the best `index_topk` keys; GLM-5.2 lets most layers share the selection of the last full layer (IndexShare). In
-absorbed form the key half of kv_b_proj is applied to the query and its value half to the output, so that attention
-itself sees one key of kv_lora_rank + rope values for all heads:
+DeepSeek-V2 (arXiv 2405.04434) stores one latent per token; DeepSeek-V3.2 scores it with a small
+indexer and attends to the best `index_topk` keys; GLM-5.2 lets most layers share the selection of
+the last full layer (IndexShare). In absorbed form the key half of kv_b_proj is applied to the query
+and its value half to the output, so that attention itself sees one key of kv_lora_rank + rope
+values for all heads:
 
-    query[t, h] = (W_k[h]^T q_nope[t, h],  rope(q_rope[t, h]))      key[s] = (norm(latent[s]),  rope(k_rope[s]))
+    query[t, h] = (W_k[h]^T q_nope[t, h],  rope(q_rope[t, h]))      key[s] = (norm(latent[s]),
+                                           rope(k_rope[s]))
     out[t, h]   = W_v[h] sum_s softmax(query . key * scale)[s] latent[s]
 
-The selection belongs to the forward call that made it: it is taken and returned as a value, never stored here.
+The selection belongs to the forward call that made it: it is taken and returned as a value, never
+stored here.
 """
 
 from typing import NamedTuple
@@ -28,14 +31,16 @@ from fullspan.shapes import Float, Float32, Tensor
 
 
 class Angles(NamedTuple):
-    """cos and sin of the local rows' positions, made once per microbatch and used by every layer."""
+    """cos and sin of the local rows' positions, made once per microbatch for all layers."""
 
-    cos: Float32[Tensor, "rows half_rope"]
-    sin: Float32[Tensor, "rows half_rope"]
+    cos: Float32[Tensor, "rows half"]
+    sin: Float32[Tensor, "rows half"]
 
 
 class KVUpProjection(nn.Module):
-    """kv_b_proj [heads * (nope + value), latent], used in halves: its key half on queries, its value half on outputs."""
+    """kv_b_proj [heads * (nope + value), latent], used in halves: its key half on queries, its
+    value half on outputs.
+    """
 
     def __init__(self, heads: int, nope: int, value: int, latent: int) -> None:
         super().__init__()
@@ -43,32 +48,42 @@ class KVUpProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads * (nope + value), latent), requires_grad=False)
 
     def split(self, rows: Float[Tensor, "out width"]) -> tuple[Tensor, Tensor]:
-        """Views of the key half [heads, nope, width] and the value half [heads, value, width] of a tensor whose rows
-        are laid out as the weight's."""
+        """Views of the key half [heads, nope, width] and the value half [heads, value, width] of a
+        tensor whose rows are laid out as the weight's.
+        """
         key, value = rows.unflatten(0, (self.heads, -1)).split([self.nope, self.value], dim=1)
         return key, value
 
-    def absorb_query(self, query: Float[Tensor, "rows heads nope"]) -> Float[Tensor, "rows heads latent"]:
+    def absorb_query(
+        self, query: Float[Tensor, "rows heads nope"]
+    ) -> Float[Tensor, "rows heads latent"]:
         """W_k[h]^T q for every head."""
         key, _ = self.split(self.weight)
         return torch.bmm(query.transpose(0, 1), key).transpose(0, 1)
 
-    def project_value(self, out: Float[Tensor, "rows heads latent"]) -> Float[Tensor, "rows heads value"]:
+    def project_value(
+        self, out: Float[Tensor, "rows heads latent"]
+    ) -> Float[Tensor, "rows heads value"]:
         """W_v[h] o for every head."""
         _, value = self.split(self.weight)
         return torch.bmm(out.transpose(0, 1), value.transpose(1, 2)).transpose(0, 1)
 
 
 class Indexer(nn.Module):
-    """Selects the keys of each row. Frozen: it runs without autograd, and its keys are gathered without it.
+    """Selects the keys of each row. Frozen: it runs without autograd, and its keys are gathered
+    without it.
 
-    score(t, s) = sum_h w_h(t) relu(q_h(t) . k(s)), w scaled by index_heads^-0.5 * index_dim^-0.5. The rope dims come
-    first in an index head (they come last in an attention head).
+    score(t, s) = sum_h w_h(t) relu(q_h(t) . k(s)), w scaled by index_heads^-0.5 * index_dim^-0.5.
+    The rope dims come first in an index head (they come last in an attention head).
     """
 
     def __init__(self, config: DsaConfig) -> None:
         super().__init__()
-        self.heads, self.width, self.rope = config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim
+        self.heads, self.width, self.rope = (
+            config.index_n_heads,
+            config.index_head_dim,
+            config.qk_rope_head_dim,
+        )
         self.topk = config.index_topk
         self.interleaved = config.indexer_rope_interleave
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.width)
@@ -88,25 +103,40 @@ class Indexer(nn.Module):
         """`x` is the layer's normed input, `q_latent` the *normed* output of q_a_proj."""
         keys = sequence.gather_index_keys(self._rotate(self.k_norm(self.wk(x)), angles))
         query = self._rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), angles)
-        # weights_proj is float32 whatever the model's dtype: rounding its result flips picks near ties.
+        # weights_proj is float32 whatever the model's dtype: rounding its result flips picks near
+        # ties.
         weights = self.weights_proj(x.to(self.weights_proj.weight.dtype)).float()
         weights = weights * (self.heads**-0.5 * self.width**-0.5)
         return index_topk(
-            query, keys, weights, sequence.key_start, sequence.key_end, topk=self.topk, options=options
+            query,
+            keys,
+            weights,
+            sequence.key_start,
+            sequence.key_end,
+            topk=self.topk,
+            options=options,
         )
 
-    def _rotate(self, x: Float[Tensor, "rows *heads width"], angles: Angles) -> Float[Tensor, "rows *heads width"]:
+    def _rotate(
+        self, x: Float[Tensor, "rows *heads width"], angles: Angles
+    ) -> Float[Tensor, "rows *heads width"]:
         rotated, rest = x.split([self.rope, x.shape[-1] - self.rope], dim=-1)
         rotated = apply_rope(rotated.contiguous(), *angles, interleaved=self.interleaved)
         return torch.cat([rotated, rest], dim=-1)
 
 
 class SparseLatentAttention(nn.Module):
-    """The attention of one layer; `indexer` is None on layers that share the selection of an earlier one."""
+    """The attention of one layer; `indexer` is None on layers that share the selection of an
+    earlier one.
+    """
 
     def __init__(self, config: DsaConfig, layer: int, options: OpOptions) -> None:
         super().__init__()
-        heads, nope, rope = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+        heads, nope, rope = (
+            config.num_attention_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+        )
         latent, q_latent = config.kv_lora_rank, config.q_lora_rank
         self.heads, self.nope, self.rope, self.latent = heads, nope, rope, latent
         self.scale = config.softmax_scale
@@ -130,8 +160,9 @@ class SparseLatentAttention(nn.Module):
     ) -> tuple[Float[Tensor, "rows hidden"], Selection]:
         """Attention output and the selection that it used.
 
-        `inherited` is the selection of the last full layer before this one. `kept` is this layer's own selection from
-        an earlier run of the same microbatch: with it, recompute uses the same keys and never runs the indexer.
+        `inherited` is the selection of the last full layer before this one. `kept` is this layer's
+        own selection from an earlier run of the same microbatch: with it, recompute uses the same
+        keys and never runs the indexer.
         """
         gathered = sequence.start_gather(self._latent(x, angles))
         q_latent = self.q_a_layernorm(self.q_a_proj(x))

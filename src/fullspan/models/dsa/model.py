@@ -1,8 +1,8 @@
 """GLM-5.x and DeepSeek-V3.2 as a causal language model over the local rows of one packed sequence.
 
-Module names are those of Hugging Face, so that checkpoint keys, adapter targets and gradients are named alike. It
-leaves out caches, generation, the multi-token-prediction layer and every process group: a model asks its
-SequenceContext, which is the identity on one rank.
+Module names are those of Hugging Face, so that checkpoint keys, adapter targets and gradients are
+named alike. It leaves out caches, generation, the multi-token-prediction layer and every process
+group: a model asks its SequenceContext, which is the identity on one rank.
 """
 
 import torch
@@ -49,8 +49,6 @@ class DecoderLayer(nn.Module):
 class DsaModel(nn.Module):
     """Embedding, layers and final norm."""
 
-    inv_freq: Tensor
-
     def __init__(self, config: DsaConfig, options: OpOptions, *, recompute: bool) -> None:
         super().__init__()
         self.recompute = recompute
@@ -59,9 +57,11 @@ class DsaModel(nn.Module):
         layers = (DecoderLayer(config, layer, options) for layer in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rope = (config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
+        self.rope = (config.qk_rope_head_dim, config.rope_theta, config.yarn)
 
-    def forward(self, tokens: Int64[Tensor, "rows"], sequence: SequenceContext) -> Float[Tensor, "rows hidden"]:
+    def forward(
+        self, tokens: Int64[Tensor, "rows"], sequence: SequenceContext
+    ) -> Float[Tensor, "rows hidden"]:
         inv_freq, factor = inverse_frequencies(*self.rope)
         angles = Angles(*rope_angles(sequence.positions, inv_freq.to(tokens.device), factor))
         hidden = self.embed_tokens(tokens)
@@ -71,7 +71,12 @@ class DsaModel(nn.Module):
         return self.norm(hidden)
 
     def _run(
-        self, layer: nn.Module, hidden: Tensor, angles: Angles, sequence: SequenceContext, inherited: Selection | None
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        angles: Angles,
+        sequence: SequenceContext,
+        inherited: Selection | None,
     ) -> tuple[Tensor, Selection]:
         if not (self.recompute and torch.is_grad_enabled()):
             return layer(hidden, angles, sequence, inherited, None)
@@ -82,10 +87,12 @@ class DsaModel(nn.Module):
 
 
 class DsaForCausalLM(nn.Module):
-    """The model as training uses it: `forward` gives final hidden rows, the loss applies `lm_head` in chunks.
+    """The model as training uses it: `forward` gives final hidden rows, the loss applies `lm_head`
+    in chunks.
 
     Args:
-        recompute: keep only layer inputs and selections, and run each layer again in the backward pass.
+        recompute: keep only layer inputs and selections, and run each layer again in the backward
+        pass.
     """
 
     def __init__(self, config: DsaConfig, options: OpOptions, *, recompute: bool) -> None:
@@ -95,12 +102,16 @@ class DsaForCausalLM(nn.Module):
         self.model = DsaModel(config, options, recompute=recompute)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
-    def forward(self, tokens: Int64[Tensor, "rows"], sequence: SequenceContext) -> Float[Tensor, "rows hidden"]:
+    def forward(
+        self, tokens: Int64[Tensor, "rows"], sequence: SequenceContext
+    ) -> Float[Tensor, "rows hidden"]:
         """Hidden rows after the final norm, for the local rows of the pack."""
         return self.model(tokens, sequence)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """All logits of the given rows at once: for tests, parity and short texts, never for training."""
+        """All logits of the given rows at once: for tests, parity and short texts, never for
+        training.
+        """
         return self.lm_head(hidden)
 
 
@@ -116,6 +127,8 @@ def _mlp(config: DsaConfig, layer: int) -> nn.Module:
         scaling=config.routed_scaling_factor,
         normalise=config.norm_topk_prob,
     )
-    experts = GroupedExperts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
+    experts = GroupedExperts(
+        config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    )
     shared = GatedMLP(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts)
     return MixtureOfExperts(router, experts, shared)

@@ -1,6 +1,8 @@
-"""The DSA lightning indexer (DeepSeek-V3.2, section 2.1): the keys of each row with the highest index scores, exactly.
+"""The lightning indexer of DeepSeek-V3.2 (its report, section 2.1): for each row the keys with the
+highest index scores, exactly.
 
-Not differentiable: the indexer is frozen. Projections, norms, rotation and the scale of the weights are the model's.
+It leaves out what the model does: projections, norms, rotation, the scale of the weights. It is not
+differentiable, as the indexer is frozen.
 """
 
 import torch
@@ -10,7 +12,7 @@ from fullspan.ops.index_topk import reference
 from fullspan.ops.selection import Selection
 from fullspan.shapes import Float, Float32, Int64, Tensor
 
-IMPLEMENTATIONS = {"reference": reference.index_topk}
+_IMPLEMENTATIONS = {"reference": reference.index_topk}
 
 
 def index_topk(
@@ -23,25 +25,18 @@ def index_topk(
     topk: int,
     options: OpOptions,
 ) -> Selection:
-    """The topk keys of [key_start, key_end) with the highest score, ids ascending, -1 after them.
+    """The topk keys of [key_start, key_end) with the highest scores, ids ascending, then -1.
 
-    score(t, s) = sum_h weights[t, h] * relu(query[t, h] . key[s]) in fp32; of equal scores the lowest id wins. Keys
-    outside a row's range are never chosen, whatever they hold; an empty range gives no id. Temporaries stay within
-    options.workspace_bytes for any number of keys. Raises BackendError when the named backend cannot run.
+    score(t, s) = sum_h weights[t, h] * relu(query[t, h] . key[s]) in fp32; of equal scores the
+    lowest id wins. Keys outside a row's range are not chosen, whatever they hold; an empty range
+    gives no id. Temporaries stay within options.workspace_bytes whatever the number of keys.
+    Raises BackendError when the named backend cannot run here, ConfigError when the workspace is
+    too small for one row.
     """
     assert topk > 0, topk
     backend = resolve(options, query.device, query.dtype).index_topk
-    ids, counts = _index_topk(
-        query.detach(),
-        key.detach(),
-        weights.detach(),
-        key_start,
-        key_end,
-        topk,
-        backend,
-        options.workspace_bytes,
-    )
-    return Selection(ids, counts)
+    tensors = (query.detach(), key.detach(), weights.detach(), key_start, key_end)
+    return Selection(*_index_topk(*tensors, topk, backend, options.workspace_bytes))
 
 
 @torch.library.custom_op(
@@ -51,12 +46,11 @@ def index_topk(
     "str backend, int workspace_bytes) -> (Tensor, Tensor)",
 )
 def _index_topk(query, key, weights, key_start, key_end, topk, backend, workspace_bytes):
-    return IMPLEMENTATIONS[backend](query, key, weights, key_start, key_end, topk, workspace_bytes)
+    run = _IMPLEMENTATIONS[backend]
+    return run(query, key, weights, key_start, key_end, topk, workspace_bytes)
 
 
 @_index_topk.register_fake
 def _(query, key, weights, key_start, key_end, topk, backend, workspace_bytes):
-    rows = query.shape[0]
-    return query.new_empty((rows, topk), dtype=torch.int32), query.new_empty(
-        rows, dtype=torch.int32
-    )
+    ids = query.new_empty((query.shape[0], topk), dtype=torch.int32)
+    return ids, query.new_empty(query.shape[0], dtype=torch.int32)

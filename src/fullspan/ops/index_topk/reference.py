@@ -1,18 +1,26 @@
 """Index scores and their exact top-k in plain PyTorch, streamed over blocks of rows and keys.
 
-A score and its key id are packed into one int64 whose order is "higher score first, then lower id". Packed values are all
-different, so any exact top-k of them gives the same set: ties need no care, and neither the block size nor the order of the
-blocks can be seen in the result.
+A score and its key id are packed into one int64 whose order is "higher score first, then lower id".
+Packed values are all different, so any exact top-k of them gives the same set: ties need no care,
+and block sizes cannot be seen in the result.
+
+Every matrix product has one shape, a full tile of rows against a full tile of keys that starts at a
+multiple of TILE_KEYS: libraries round small products differently, and the same row must find the
+same scores however the pack is dealt to ranks.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from fullspan.errors import ConfigError
 
 EMPTY = torch.iinfo(torch.int64).min
 LOW_BITS = (1 << 32) - 1
-TILE_KEYS = 512
-TILE_SCORES = 1 << 18
-BYTES_PER_CANDIDATE = 40
+TILE_KEYS = 256
+TILE_PRODUCTS = 1 << 17  # (row, head, key) products in a tile, to stay in a core's cache
+BLOCK_KEYS = 1024  # least keys between two selections, unless the workspace is smaller
+CANDIDATE_BYTES = 48  # score, packed value and what selecting from them takes
 
 
 def index_topk(
@@ -25,48 +33,64 @@ def index_topk(
     workspace_bytes: int,
 ) -> tuple[Tensor, Tensor]:
     """ids int32 [rows, topk] ascending then -1, counts int32 [rows]."""
-    rows = query.shape[0]
+    rows, heads, _ = query.shape
     ids = torch.full((rows, topk), -1, dtype=torch.int32, device=query.device)
-    block_keys = TILE_KEYS * max(1, 4 * topk // TILE_KEYS)
-    block_rows = max(1, workspace_bytes // (BYTES_PER_CANDIDATE * (topk + block_keys)))
-    for first in range(0, rows, block_rows):
-        part = slice(first, first + block_rows)
-        start, end = key_start[part], key_end[part]
-        live = end > start
-        if not bool(live.any()):
+    tile_rows = max(1, TILE_PRODUCTS // (TILE_KEYS * heads))
+    block_rows, block_keys = _block(query, tile_rows, topk, workspace_bytes)
+    for part in torch.arange(rows, device=query.device).split(block_rows):
+        part = part[key_end[part] > key_start[part]]
+        if len(part) == 0:
             continue
-        low, high = int(start[live].min()), int(end[live].max())
-        best = torch.full((start.numel(), topk), EMPTY, dtype=torch.int64, device=query.device)
-        for key_first in range(low - low % TILE_KEYS, high, block_keys):
-            keys = key[key_first : min(key_first + block_keys, high)]
-            ranked = pack(scores(query[part], keys, weights[part]), key_first, start, end)
-            best = torch.cat([best, ranked], 1).topk(topk, dim=1, sorted=False).values
+        start, end = key_start[part, None], key_end[part, None]
+        low, high = int(start.min()) // TILE_KEYS * TILE_KEYS, int(end.max())
+        tile_query = pad(query[part].float(), (0, 0, 0, 0, 0, tile_rows - len(part)))
+        tile_weights = pad(weights[part].float(), (0, 0, 0, tile_rows - len(part)))
+        best = start.new_full((len(part), topk), EMPTY)
+        for first in range(low, high, block_keys):
+            keys = key[first : min(first + block_keys, high)]
+            score = scores(tile_query, keys, tile_weights)[: len(part)]
+            candidates = torch.cat([best, pack(score, first, start, end)], 1)
+            best = candidates.topk(topk, dim=1, sorted=False).values
         ids[part] = unpack(best)
     return ids, (ids >= 0).sum(1, dtype=torch.int32)
+
+
+def _block(query: Tensor, tile_rows: int, topk: int, workspace_bytes: int) -> tuple[int, int]:
+    """Rows, and keys (whole tiles), between two selections."""
+    heads, dim = query.shape[1:]
+    tile_bytes = 4 * (tile_rows * heads * (TILE_KEYS + 2 * dim) + 2 * TILE_KEYS * dim)
+    room = (workspace_bytes - tile_bytes) // CANDIDATE_BYTES
+    if room < topk + TILE_KEYS:
+        least = tile_bytes + CANDIDATE_BYTES * (topk + TILE_KEYS)
+        raise ConfigError(
+            f"ops.workspace_bytes is {workspace_bytes}; index_topk with {heads} heads of {dim} and "
+            f"topk {topk} needs at least {least}"
+        )
+    rows = min(tile_rows, room // (topk + TILE_KEYS))
+    keys = min(max(4 * topk, BLOCK_KEYS), room // rows - topk)
+    return rows, keys // TILE_KEYS * TILE_KEYS
 
 
 def scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     """sum_h weights[t, h] * relu(query[t, h] . key[s]) in fp32, [rows, keys]."""
     rows, heads, _ = query.shape
-    out = torch.empty((rows, key.shape[0]), dtype=torch.float32, device=query.device)
-    tile_rows = max(1, TILE_SCORES // (TILE_KEYS * heads))
-    for t in range(0, rows, tile_rows):
-        tile_query = query[t : t + tile_rows].flatten(0, 1).float()
-        tile_weights = weights[t : t + tile_rows, None]
-        for s in range(0, key.shape[0], TILE_KEYS):
-            dots = tile_query @ key[s : s + TILE_KEYS].float().T
-            dots = dots.relu_().view(-1, heads, dots.shape[1])
-            out[t : t + tile_rows, s : s + TILE_KEYS] = torch.bmm(tile_weights, dots).squeeze(1)
+    out = query.new_empty((rows, key.shape[0]))
+    for first in range(0, key.shape[0], TILE_KEYS):
+        keys = key[first : first + TILE_KEYS].float()
+        keys = pad(keys, (0, 0, 0, TILE_KEYS - len(keys)))
+        dots = torch.mm(query.flatten(0, 1), keys.T).relu_().view(rows, heads, TILE_KEYS)
+        tile = torch.bmm(weights[:, None], dots)[:, 0]
+        out[:, first : first + TILE_KEYS] = tile[:, : key.shape[0] - first]
     return out
 
 
-def pack(score: Tensor, key_first: int, start: Tensor, end: Tensor) -> Tensor:
+def pack(score: Tensor, first: int, start: Tensor, end: Tensor) -> Tensor:
     """One int64 for each score and its key id; EMPTY outside the row's key range [start, end)."""
-    bits = score.add_(0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ids = torch.arange(key_first, key_first + score.shape[1], device=score.device)
-    packed = (ordered.long() << 32) + (LOW_BITS - ids)
-    return packed.masked_fill_((ids < start[:, None]) | (ids >= end[:, None]), EMPTY)
+    bits = (score + 0.0).view(torch.int32)  # + 0.0: -0.0 is 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as int32, in the order of the floats
+    ids = torch.arange(first, first + score.shape[1], device=score.device)
+    packed = (ordered.long() << 32).add_(LOW_BITS - ids)
+    return packed.masked_fill_((ids < start) | (ids >= end), EMPTY)
 
 
 def unpack(packed: Tensor) -> Tensor:

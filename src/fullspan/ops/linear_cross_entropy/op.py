@@ -1,7 +1,8 @@
-"""Negative log likelihood of labels under a frozen output projection, without the [rows, vocab] logits.
+"""Negative log likelihood under a frozen output projection, without the [rows, vocab] logits.
 
-The head is frozen, so the gradient is that of the hidden rows alone; it is computed beside the loss, while the logits of a
-chunk exist, and backward only scales its rows. Reduction over rows and ranks is the caller's.
+As the projection is frozen, only the hidden rows have a gradient. It is computed beside the loss,
+while the logits of a chunk exist, and backward only scales its rows. Reduction over rows and ranks
+is the caller's.
 """
 
 import torch
@@ -21,14 +22,16 @@ def linear_cross_entropy(
     *,
     options: OpOptions,
 ) -> Float[Tensor, "rows"]:
-    """logsumexp(hidden @ weight.T) - logit of the label for each row, in fp32; 0 where the label is IGNORE.
+    """logsumexp(hidden @ weight.T) less the label's logit, fp32 or wider; 0 where IGNORE.
 
-    Ignored rows are not computed; without any trained row the result and the gradient are zeros. At most
-    options.loss_chunk_rows rows of logits exist at once. Raises ConfigError when weight requires a gradient.
+    Ignored rows are not computed: without a trained row, loss and gradient are zeros. At most
+    options.loss_chunk_rows rows of logits exist at once. Raises ConfigError when weight requires
+    a gradient.
     """
     if weight.requires_grad:
         raise ConfigError(
-            "the output projection requires a gradient, but linear_cross_entropy has none for it: freeze lm_head"
+            "the output projection requires a gradient and linear_cross_entropy computes none: "
+            "take lm_head out of lora.targets or freeze it"
         )
     keep_grad = torch.is_grad_enabled() and hidden.requires_grad
     return _linear_cross_entropy(hidden, weight, labels, options.loss_chunk_rows, keep_grad)[0]
@@ -37,7 +40,8 @@ def linear_cross_entropy(
 @torch.library.custom_op(
     "fullspan::linear_cross_entropy",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor labels, int chunk_rows, bool keep_grad) -> (Tensor, Tensor)",
+    schema="(Tensor hidden, Tensor weight, Tensor labels, int chunk_rows, bool keep_grad) "
+    "-> (Tensor, Tensor)",
 )
 def _linear_cross_entropy(hidden, weight, labels, chunk_rows, keep_grad):
     return reference.linear_cross_entropy(hidden, weight, labels, IGNORE, chunk_rows, keep_grad)

@@ -3,41 +3,37 @@
 import torch
 from torch import Tensor
 
-WEIGHT_BLOCK_ELEMENTS = 1 << 24
+WIDENED_ELEMENTS = 1 << 24  # of the weight, at once, where it is not wide already
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, chunk_rows: int, keep_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """nll [rows] in fp32 or wider, and d nll / d hidden [rows, hidden] in hidden's dtype ([0, hidden] unless kept)."""
+    """nll [rows] in fp32 or wider; d nll / d hidden like hidden, or [0, hidden] unless kept."""
     rows, width = hidden.shape
     wide = torch.promote_types(hidden.dtype, torch.float32)
     nll = torch.zeros(rows, dtype=wide, device=hidden.device)
-    grad = torch.zeros((rows if keep_grad else 0, width), dtype=hidden.dtype, device=hidden.device)
-    for part in (labels != ignore).nonzero()[:, 0].split(chunk_rows):
-        logits = _project(hidden[part].to(wide), weight)
+    grad_rows = rows if keep_grad else 0
+    grad = torch.zeros((grad_rows, width), dtype=hidden.dtype, device=hidden.device)
+    trained = (labels != ignore).nonzero()[:, 0]
+    logits = nll.new_empty((min(chunk_rows, len(trained)), weight.shape[0]))
+    for part in trained.split(chunk_rows):
         target = labels[part, None]
-        lse = logits.logsumexp(1, keepdim=True)
-        nll[part] = (lse - logits.gather(1, target)).squeeze(1)
+        chunk = _project(hidden[part].to(wide), weight, logits[: len(part)])
+        peak = chunk.amax(1, keepdim=True)
+        target_logit = chunk.gather(1, target)
+        total = chunk.sub_(peak).exp_().sum(1, keepdim=True)
+        nll[part] = (total.log() + peak - target_logit)[:, 0]
         if keep_grad:
-            probs = logits.sub_(lse).exp_()
-            probs.scatter_add_(1, target, torch.full_like(lse, -1.0))
-            grad[part] = _project_back(probs, weight).to(hidden.dtype)
+            probs = chunk.div_(total)
+            probs.scatter_add_(1, target, total.new_full(target.shape, -1.0))
+            grad[part] = _project_back(probs, weight).to(grad.dtype)
     return nll, grad
 
 
-def _blocks(weight: Tensor) -> list[slice]:
-    """Vocabulary slices whose weights are widened one after the other; a single one when they are wide already."""
-    vocab, width = weight.shape
-    wide = weight.dtype in (torch.float32, torch.float64)
-    step = vocab if wide else max(1, WEIGHT_BLOCK_ELEMENTS // width)
-    return [slice(first, min(first + step, vocab)) for first in range(0, vocab, step)]
-
-
-def _project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T with wide products and sums."""
-    logits = hidden.new_empty((hidden.shape[0], weight.shape[0]))
-    for part in _blocks(weight):
+def _project(hidden: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    """logits = hidden @ weight.T with wide products and sums."""
+    for part in _slices(weight):
         torch.mm(hidden, weight[part].to(hidden.dtype).T, out=logits[:, part])
     return logits
 
@@ -45,6 +41,14 @@ def _project(hidden: Tensor, weight: Tensor) -> Tensor:
 def _project_back(probs: Tensor, weight: Tensor) -> Tensor:
     """probs @ weight with wide products and sums."""
     out = probs.new_zeros((probs.shape[0], weight.shape[1]))
-    for part in _blocks(weight):
+    for part in _slices(weight):
         out.addmm_(probs[:, part], weight[part].to(probs.dtype))
     return out
+
+
+def _slices(weight: Tensor) -> list[slice]:
+    """Vocabulary slices to widen one after the other; a single one when the weight is wide."""
+    vocab, width = weight.shape
+    wide = weight.dtype in (torch.float32, torch.float64)
+    step = vocab if wide else max(1, WIDENED_ELEMENTS // width)
+    return [slice(first, first + step) for first in range(0, vocab, step)]

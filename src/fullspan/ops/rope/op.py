@@ -1,7 +1,9 @@
-"""Rotary position embedding (Su et al. 2021) in both channel conventions, with YaRN (Peng et al. 2023) frequencies.
+"""Rotary position embedding (Su et al. 2021) in both channel conventions, with the frequencies of
+YaRN (Peng et al. 2023).
 
-Angles are computed for the positions at hand, never as a table sized by the context. The numbers agree bit for bit with
-transformers' `modeling_rope_utils` in fp32. Other scalings (linear, dynamic, longrope) are left out: no family uses them.
+Angles are computed for the positions at hand, never as a table sized by the context. In fp32 the
+numbers are those of transformers, bit for bit. It leaves out the other scalings (linear, dynamic,
+longrope): no family here uses them.
 """
 
 import math
@@ -16,45 +18,52 @@ from fullspan.shapes import Float, Float32, Int64, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN context extension. attention_factor None: derived from factor, mscale and mscale_all_dim."""
+    """YaRN's settings under Hugging Face's names, with its defaults.
 
-    factor: float | int
+    original_max_position: positions of the pretraining context, which factor extends.
+    attention_factor: multiplies cos and sin; None derives it from factor and both mscales.
+    """
+
+    factor: float
     original_max_position: int
-    beta_fast: float | int = 32.0
-    beta_slow: float | int = 1.0
-    mscale: float | int | None = None
-    mscale_all_dim: float | int | None = None
-    attention_factor: float | int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
     truncate: bool = True
 
     def __post_init__(self) -> None:
         if self.factor < 1 or self.original_max_position < 1:
             raise ConfigError(
-                f"yarn has factor {self.factor} over {self.original_max_position} positions; both must be at least 1"
+                f"yarn has a factor of {self.factor} over {self.original_max_position} positions; "
+                "both must be at least 1"
             )
 
 
 def inverse_frequencies(
-    rope_dim: int, theta: float | int, yarn: Yarn | None = None
+    rope_dim: int, theta: float, yarn: Yarn | None = None
 ) -> tuple[Float32[Tensor, "half"], float]:
-    """Radians per position of each channel pair [rope_dim / 2], and the factor on cos and sin (1.0 without yarn)."""
+    """Radians per position of each channel pair, and the factor on cos and sin (1.0 without yarn).
+
+    Raises ConfigError when rope_dim is no positive even number.
+    """
     if rope_dim < 2 or rope_dim % 2:
         raise ConfigError(f"the rotary width is {rope_dim}; it must be a positive even number")
-    exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32, device="cpu") / rope_dim
-    wavelengths = theta**exponents
+    wavelengths = theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim)
     if yarn is None:
         return 1.0 / wavelengths, 1.0
-    keep = 1 - _interpolation_ramp(rope_dim, theta, yarn)
-    inv_freq = 1.0 / (yarn.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
+    kept = 1 - _interpolated(rope_dim, theta, yarn)
+    inv_freq = 1.0 / (yarn.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
     return inv_freq, _attention_factor(yarn)
 
 
-def _interpolation_ramp(rope_dim: int, theta: float | int, yarn: Yarn) -> Tensor:
-    """0 where a pair turns often enough to be left alone, 1 where it is fully interpolated."""
+def _interpolated(rope_dim: int, theta: float, yarn: Yarn) -> Tensor:
+    """How far each pair is interpolated: 0 where it turns often in the pretraining context."""
 
-    def pair_that_turns(turns: float) -> float:
-        positions_per_radian = yarn.original_max_position / (turns * 2 * math.pi)
-        return rope_dim * math.log(positions_per_radian) / (2 * math.log(theta))
+    def pair_that_turns(times: float) -> float:
+        wavelength = yarn.original_max_position / (times * 2 * math.pi)
+        return (rope_dim * math.log(wavelength)) / (2 * math.log(theta))
 
     low, high = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
     if yarn.truncate:
@@ -62,30 +71,28 @@ def _interpolation_ramp(rope_dim: int, theta: float | int, yarn: Yarn) -> Tensor
     low, high = max(low, 0), min(high, rope_dim - 1)
     if low == high:
         high += 0.001
-    pairs = torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu")
+    pairs = torch.arange(rope_dim // 2, dtype=torch.float32)
     return ((pairs - low) / (high - low)).clamp(0, 1)
 
 
 def _attention_factor(yarn: Yarn) -> float:
     if yarn.attention_factor is not None:
-        return yarn.attention_factor
+        return float(yarn.attention_factor)
     if yarn.mscale and yarn.mscale_all_dim:
         return yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
     return yarn_mscale(yarn.factor, 1.0)
 
 
-def yarn_mscale(factor: float | int, mscale: float | int) -> float:
-    """Growth of the attention temperature with the context: 0.1 * mscale * ln(factor) + 1."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """0.1 * mscale * ln(factor) + 1: YaRN's correction of the logits for a longer context."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_angles(
-    positions: Int64[Tensor, "rows"],
-    inv_freq: Float32[Tensor, "half"],
-    attention_factor: float | int,
+    positions: Int64[Tensor, "rows"], inv_freq: Float32[Tensor, "half"], attention_factor: float
 ) -> tuple[Float32[Tensor, "rows half"], Float32[Tensor, "rows half"]]:
-    """cos and sin [rows, rope/2] of the positions at hand, in fp32, times attention_factor."""
-    angles = positions[:, None].float() * inv_freq.to(positions.device)
+    """cos and sin of position * inv_freq, times attention_factor, for the positions at hand."""
+    angles = positions[:, None].float() * inv_freq
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
@@ -96,13 +103,14 @@ def apply_rope(
     *,
     interleaved: bool,
 ) -> Float[Tensor, "rows *heads rope"]:
-    """Turn the channel pairs of x [rows, rope] or [rows, heads, rope] by the row's angles.
+    """Turn the channel pairs of x, [rows, rope] or [rows, heads, rope], by the angle of their row.
 
-    interleaved: pairs are neighbours (2i, 2i + 1), and stay so in the output; otherwise (i, i + rope/2).
-    Arithmetic in the wider of x's and cos's dtype; same dtype as x out. No gradient reaches cos and sin.
+    interleaved: the pairs are neighbours (2i, 2i + 1), and stay so in the output; if not, they are
+    (i, i + rope/2). Computed in the wider of the dtypes of x and cos, rounded once to that of x.
+    x need not be contiguous. No gradient reaches cos and sin.
     """
-    half = (x.shape[0], x.shape[-1] // 2)
-    assert x.shape[-1] % 2 == 0 and cos.shape == half and sin.shape == half, (x.shape, cos.shape)
+    angles = (x.shape[0], x.shape[-1] // 2)
+    assert x.shape[-1] % 2 == 0 and cos.shape == sin.shape == angles, (x.shape, cos.shape)
     return _rope(x, cos, sin, interleaved, False)
 
 

@@ -1,11 +1,11 @@
-"""Rotary position in plain PyTorch: pairs of channels turned by an angle, computed in fp32 or wider."""
+"""Rotary position in plain PyTorch: pairs of channels turned by an angle, in fp32 or wider."""
 
 import torch
 from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    """x [rows, ..., rope] turned by the angles of cos, sin [rows, rope/2]; by their negatives when inverse."""
+    """x [rows, ..., rope] turned by the angles of cos and sin [rows, rope/2], or turned back."""
     half = x.shape[-1] // 2
     shape = (x.shape[0], *(1,) * (x.dim() - 2), half)
     cos, sin = cos.view(shape), sin.view(shape)
@@ -20,7 +20,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views on the two channels of every pair: neighbours, or channel i and i + rope/2."""
+    """Views of the two channels of every pair: neighbours, or channel i and i + rope/2."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     half = x.shape[-1] // 2

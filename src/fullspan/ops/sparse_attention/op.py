@@ -1,8 +1,8 @@
 """Attention of every row over the keys that its Selection names, with its gradient.
 
-Keys and values are one tensor (the absorbed form of MLA, DeepSeek-V2): a key is a whole row of kv, its value the first
-value_dim channels. An optional sink adds exp(sink[head]) to the softmax denominator (DeepSeek-V4). Causality is not checked
-here: a row attends to what was selected.
+Keys and values are one tensor, the absorbed form of MLA (DeepSeek-V2): a key is a row of kv, its
+value the first value_dim channels of it. A sink (DeepSeek-V4) adds exp(sink[head]) to the softmax
+denominator. Causality is the selection's matter and is not checked here.
 """
 
 import torch
@@ -12,8 +12,8 @@ from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import reference
 from fullspan.shapes import Float, Tensor
 
-FORWARD = {"reference": reference.forward}
-BACKWARD = {"reference": reference.backward}
+_FORWARD = {"reference": reference.forward}
+_BACKWARD = {"reference": reference.backward}
 
 
 def sparse_attention(
@@ -26,91 +26,75 @@ def sparse_attention(
     sink: Float[Tensor, "heads"] | None = None,
     options: OpOptions,
 ) -> tuple[Float[Tensor, "rows heads value"], Float[Tensor, "rows heads"]]:
-    """out = softmax(scale * query . kv[ids]) @ kv[ids, :value_dim], and lse = natural log of the denominator.
+    """softmax(scale * query . kv[ids]) @ kv[ids, :value_dim], and the log of its denominator.
 
-    A slot at or past the row's count, or holding -1, is empty wherever it lies, and is never read. A row without keys
-    gives out 0, lse +inf (so that exp(s - lse) vanishes) and gradient 0. lse carries no gradient; it is fp32.
-    Raises BackendError when the named backend cannot run and ConfigError when options.workspace_bytes holds no row.
+    A slot is empty where its id is -1 or where it is not below the row's count, wherever it lies;
+    empty slots are never read. A row without keys gives out 0, lse +inf (so that exp(s - lse)
+    vanishes, sink or not) and no gradient. lse is natural, fp32 or wider, without gradient.
+    Raises BackendError when the named backend cannot run here, ConfigError when
+    options.workspace_bytes is too small for one row.
     """
+    assert query.dtype == kv.dtype, (query.dtype, kv.dtype)
     assert 0 < value_dim <= kv.shape[1] == query.shape[2], (query.shape, kv.shape, value_dim)
     assert selection.ids.shape[0] == query.shape[0], (selection.ids.shape, query.shape)
     backend = resolve(options, query.device, query.dtype).sparse_attention
-    return _sparse_attention(
-        query,
-        kv,
-        selection.ids,
-        selection.counts,
-        sink,
-        scale,
-        value_dim,
-        backend,
-        options.workspace_bytes,
-    )
+    selected = (selection.ids, selection.counts)
+    settings = (scale, value_dim, backend, options.workspace_bytes)
+    return _sparse_attention(query, kv, *selected, sink, *settings)
 
 
-_SCHEMA = (
-    "Tensor query, Tensor kv, Tensor ids, Tensor counts, {}Tensor? sink, float scale, int value_dim, str backend, "
-    "int workspace_bytes"
+_SETTINGS = "Tensor? sink, float scale, int value_dim, str backend, int workspace_bytes"
+_FORWARD_SCHEMA = f"(Tensor query, Tensor kv, Tensor ids, Tensor counts, {_SETTINGS})"
+_BACKWARD_SCHEMA = (
+    "(Tensor grad_out, Tensor query, Tensor kv, Tensor ids, Tensor counts, Tensor out, Tensor lse, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.custom_op(
     "fullspan::sparse_attention_forward",
     mutates_args=(),
-    schema=f"({_SCHEMA.format('')}) -> (Tensor, Tensor)",
+    schema=f"{_FORWARD_SCHEMA} -> (Tensor, Tensor)",
 )
-def sparse_attention_forward(
-    query, kv, ids, counts, sink, scale, value_dim, backend, workspace_bytes
-):
-    """(out, lse) without autograd; arguments as of sparse_attention."""
-    return FORWARD[backend](query, kv, ids, counts, sink, scale, value_dim, workspace_bytes)
+def sparse_attention_forward(query, kv, ids, counts, sink, scale, value_dim, backend, workspace):
+    """(out, lse) of sparse_attention with a resolved backend, without autograd."""
+    return _FORWARD[backend](query, kv, ids, counts, sink, scale, value_dim, workspace)
 
 
 @torch.library.custom_op(
-    "fullspan::sparse_attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_out, {_SCHEMA.format('Tensor out, Tensor lse, ')}) -> (Tensor, Tensor, Tensor)",
+    "fullspan::sparse_attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA
 )
 def sparse_attention_backward(
-    grad_out, query, kv, ids, counts, out, lse, sink, scale, value_dim, backend, workspace_bytes
+    grad_out, query, kv, ids, counts, out, lse, sink, scale, value_dim, backend, workspace
 ):
-    """(dquery in query's dtype, dkv [pack, qk] and dsink [heads] in fp32): dkv is left wide to be reduced over ranks."""
-    return BACKWARD[backend](
-        grad_out, query, kv, ids, counts, out, lse, sink, scale, value_dim, workspace_bytes
-    )
+    """(dquery like query, dkv [pack, qk], dsink [heads]); the last two like lse, fp32 or wider.
+
+    dkv is not rounded to kv's dtype here, so that ranks can sum theirs in fp32 before.
+    """
+    run = _BACKWARD[backend]
+    return run(grad_out, query, kv, ids, counts, out, lse, sink, scale, value_dim, workspace)
 
 
 @torch.library.custom_op(
     "fullspan::sparse_attention",
     mutates_args=(),
-    schema=f"({_SCHEMA.format('')}) -> (Tensor, Tensor)",
+    schema=f"{_FORWARD_SCHEMA} -> (Tensor, Tensor)",
 )
-def _sparse_attention(query, kv, ids, counts, sink, scale, value_dim, backend, workspace_bytes):
-    return sparse_attention_forward(
-        query, kv, ids, counts, sink, scale, value_dim, backend, workspace_bytes
-    )
-
-
-def _wide(tensor):
-    return torch.promote_types(tensor.dtype, torch.float32)
+def _sparse_attention(query, kv, ids, counts, sink, scale, value_dim, backend, workspace):
+    return _FORWARD[backend](query, kv, ids, counts, sink, scale, value_dim, workspace)
 
 
 @sparse_attention_forward.register_fake
 @_sparse_attention.register_fake
-def _(query, kv, ids, counts, sink, scale, value_dim, backend, workspace_bytes):
+def _(query, kv, ids, counts, sink, scale, value_dim, backend, workspace):
     rows, heads, _ = query.shape
-    return query.new_empty((rows, heads, value_dim)), query.new_empty(
-        (rows, heads), dtype=_wide(query)
-    )
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty((rows, heads, value_dim)), query.new_empty((rows, heads), dtype=wide)
 
 
 @sparse_attention_backward.register_fake
-def _(grad_out, query, kv, ids, counts, out, lse, sink, scale, value_dim, backend, workspace_bytes):
-    return (
-        torch.empty_like(query),
-        kv.new_empty(kv.shape, dtype=lse.dtype),
-        query.new_empty(query.shape[1], dtype=lse.dtype),
-    )
+def _(grad_out, query, kv, ids, counts, out, lse, sink, scale, value_dim, backend, workspace):
+    return query.new_empty(query.shape), lse.new_empty(kv.shape), lse.new_empty(query.shape[1])
 
 
 def _setup_context(ctx, inputs, output):
@@ -120,12 +104,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_out, _):
-    query, kv, ids, counts, out, lse, sink = ctx.saved_tensors
-    dquery, dkv, dsink = sparse_attention_backward(
-        grad_out, query, kv, ids, counts, out, lse, sink, *ctx.settings
-    )
+    *tensors, sink = ctx.saved_tensors
+    dquery, dkv, dsink = sparse_attention_backward(grad_out, *tensors, sink, *ctx.settings)
     dsink = None if sink is None else dsink.to(sink.dtype)
-    return dquery, dkv.to(kv.dtype), None, None, dsink, None, None, None, None
+    return dquery, dkv.to(tensors[1].dtype), None, None, dsink, None, None, None, None
 
 
 _sparse_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -1,15 +1,22 @@
 """Attention over selected keys in plain PyTorch, forward and backward, in blocks of rows.
 
-Only keys that a row selected are ever read: an empty slot points at another key of its row with probability zero, and a row
-without keys takes no part. Arithmetic in fp32 or wider.
+A block gathers the keys of its rows; the rest is two batched products forward and four backward,
+in fp32 or wider. Only keys that a row selected are ever read: an empty slot points at another key
+of its row with probability zero, and a row without keys takes no part. Rows are grouped by how many
+slots they use, so that the first rows of a document do not pay for topk, and so that the bits of a
+row do not depend on its neighbours.
 """
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fullspan.errors import ConfigError
+
+LEAST_WIDTH = 64
+CPU_BLOCK_BYTES = 8 << 20  # a larger block only leaves the cache
 
 
 def forward(
@@ -22,23 +29,25 @@ def forward(
     value_dim: int,
     workspace_bytes: int,
 ) -> tuple[Tensor, Tensor]:
-    """out [rows, heads, value_dim] in query's dtype; lse [rows, heads] in fp32 or wider, +inf on rows without keys."""
+    """out [rows, heads, value_dim] like query; lse [rows, heads] in fp32 or wider."""
     rows, heads, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     out = torch.zeros((rows, heads, value_dim), dtype=query.dtype, device=query.device)
     lse = torch.full((rows, heads), torch.inf, dtype=wide, device=query.device)
-    for part, slots, empty in _blocks(query, kv, ids, counts, workspace_bytes):
-        keys = _gather(kv, slots, wide)
-        logits = _logits(query[part].to(wide), keys, empty, scale)
+    keys, logits = lse.new_empty(0), lse.new_empty(0)
+    slot_bytes = _gathered_bytes(kv, wide) + wide.itemsize * heads
+    for part, slots, empty in _blocks(ids, counts, slot_bytes, workspace_bytes):
+        _gather(kv, slots, keys)
+        _logits(query[part].to(wide) * scale, keys, empty, logits)
         peak = logits.amax(2, keepdim=True)
         if sink is not None:
             peak = torch.maximum(peak, sink.to(wide)[:, None])
         weights = logits.sub_(peak).exp_()
         total = weights.sum(2, keepdim=True)
         if sink is not None:
-            total += (sink.to(wide)[:, None] - peak).exp()
-        out[part] = torch.bmm(weights, keys[..., :value_dim]).div_(total).to(query.dtype)
-        lse[part] = (peak + total.log()).squeeze(2)
+            total += (sink.to(wide)[:, None] - peak).exp_()
+        out[part] = torch.bmm(weights, keys[..., :value_dim]).div_(total).to(out.dtype)
+        lse[part] = total.log_().add_(peak).squeeze(2)
     return out, lse
 
 
@@ -55,56 +64,89 @@ def backward(
     value_dim: int,
     workspace_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dquery in query's dtype; dkv [pack, qk] and dsink [heads] in fp32 or wider."""
-    wide = lse.dtype
-    dquery = torch.zeros_like(query)
-    dkv = torch.zeros(kv.shape, dtype=wide, device=kv.device)
-    dsink = torch.zeros(query.shape[1], dtype=wide, device=query.device)
-    for part, slots, empty in _blocks(query, kv, ids, counts, workspace_bytes):
-        keys = _gather(kv, slots, wide)
-        block_query, block_grad = query[part].to(wide), grad_out[part].to(wide)
-        probs = _logits(block_query, keys, empty, scale).sub_(lse[part, :, None]).exp_()
-        mean = (out[part].to(wide) * block_grad).sum(2)
-        dlogits = torch.bmm(block_grad, keys[..., :value_dim].mT)
-        dlogits.sub_(mean[..., None]).mul_(probs).mul_(scale)
-        dquery[part] = torch.bmm(dlogits, keys).to(query.dtype)
-        dkeys = torch.bmm(dlogits.mT, block_query)
-        dkeys[..., :value_dim] += torch.bmm(probs.mT, block_grad)
-        _accumulate(dkv, slots, dkeys)
+    """dquery like query; dkv [pack, qk] and dsink [heads] in fp32 or wider."""
+    wide, heads, width = lse.dtype, query.shape[1], kv.shape[1]
+    dquery = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    dkv, dsink = lse.new_zeros(kv.shape), lse.new_zeros(heads)
+    keys, probs, dprobs, both, dkeys = (lse.new_empty(0) for _ in range(5))
+    slot_bytes = _gathered_bytes(kv, wide) + wide.itemsize * (width + 4 * heads)
+    for part, slots, empty in _blocks(ids, counts, slot_bytes, workspace_bytes):
+        _gather(kv, slots, keys)
+        scaled, pull = query[part].to(wide) * scale, grad_out[part].to(wide)
+        _logits(scaled, keys, empty, probs)
+        probs.sub_(lse[part, :, None]).exp_()
+        mean = (out[part].to(wide) * pull).sum(2)
+        _bmm(pull, keys[..., :value_dim].mT, dprobs)
+        dlogits = dprobs.sub_(mean[..., None]).mul_(probs)
+        dquery[part] = torch.bmm(dlogits, keys).mul_(scale).to(dquery.dtype)
+        # As a key and as a value in one product: [dlogits; probs].T @ [query; grad_out, 0].
+        torch.cat([dlogits, probs], 1, out=both.resize_(len(part), 2 * heads, slots.shape[1]))
+        _bmm(both.mT, torch.cat([scaled, pad(pull, (0, width - value_dim))], 1), dkeys)
+        _scatter_add(dkv, slots.flatten(), dkeys.flatten(0, 1))
         if sink is not None:
-            dsink -= ((sink.to(wide) - lse[part]).exp() * mean).sum(0)
+            dsink -= ((sink.to(wide) - lse[part]).exp_() * mean).sum(0)
     return dquery, dkv, dsink
 
 
 def _blocks(
-    query: Tensor, kv: Tensor, ids: Tensor, counts: Tensor, workspace_bytes: int
+    ids: Tensor, counts: Tensor, slot_bytes: int, workspace_bytes: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Blocks of rows that have keys: row numbers [n], ids [n, width] without gaps, which slots are empty [n, width]."""
-    heads, topk = query.shape[1], ids.shape[1]
-    row_bytes = 4 * topk * (5 * kv.shape[1] + 5 * heads)
-    block = workspace_bytes // row_bytes
-    if block == 0:
+    """Row numbers [n], key ids without gaps [n, slots] and which of the slots are empty [n, slots].
+
+    Every row that has a key is in one block. A block is as wide as the next power of two above the
+    counts of its rows.
+    """
+    topk = ids.shape[1]
+    budget = workspace_bytes if ids.is_cuda else min(workspace_bytes, CPU_BLOCK_BYTES)
+    if workspace_bytes < topk * slot_bytes:
         raise ConfigError(
-            f"ops.workspace_bytes is {workspace_bytes}, less than the {row_bytes} that one row of sparse attention "
-            f"needs ({topk} keys of width {kv.shape[1]}, {heads} heads)"
+            f"ops.workspace_bytes is {workspace_bytes}; sparse attention over {topk} keys needs at "
+            f"least {topk * slot_bytes}, the keys of one row"
         )
-    empty = (ids < 0) | (torch.arange(topk, device=ids.device) >= counts[:, None])
-    spare = ids.masked_fill(empty, -1).amax(1, keepdim=True)
-    for part in (spare[:, 0] >= 0).nonzero()[:, 0].split(block):
-        yield part, torch.where(empty[part], spare[part], ids[part]), empty[part]
+    widths = [1 << n for n in range(32) if LEAST_WIDTH <= 1 << n < topk] + [topk]
+    group = torch.bucketize(counts.clamp(max=topk), torch.tensor(widths, device=counts.device))
+    for number, width in enumerate(widths):
+        rows = ((group == number) & (counts > 0)).nonzero()[:, 0]
+        for part in rows.split(max(1, budget // (width * slot_bytes))):
+            slots = ids[part, :width].long()
+            empty = torch.arange(width, device=ids.device) >= counts[part, None]
+            slots.masked_fill_(empty.logical_or_(slots < 0), -1)
+            spare = slots.amax(1, keepdim=True)
+            part, slots, empty, spare = (x[spare[:, 0] >= 0] for x in (part, slots, empty, spare))
+            if len(part):
+                yield part, torch.where(empty, spare, slots), empty
 
 
-def _gather(kv: Tensor, slots: Tensor, wide: torch.dtype) -> Tensor:
-    return kv.index_select(0, slots.flatten()).to(wide).view(*slots.shape, kv.shape[1])
+def _gathered_bytes(kv: Tensor, wide: torch.dtype) -> int:
+    """Bytes for a gathered key: as it is stored, and widened where that is another dtype."""
+    return kv.shape[1] * (wide.itemsize + (0 if kv.dtype == wide else kv.itemsize))
 
 
-def _logits(query: Tensor, keys: Tensor, empty: Tensor, scale: float) -> Tensor:
-    return torch.bmm(query, keys.mT).mul_(scale).masked_fill_(empty[:, None], -torch.inf)
-
-
-def _accumulate(dkv: Tensor, slots: Tensor, dkeys: Tensor) -> None:
-    """dkv[slots] += dkeys, always in the same order."""
-    if dkv.is_cuda:
-        dkv.index_put_((slots.flatten(),), dkeys.flatten(0, 1), accumulate=True)
+def _gather(kv: Tensor, slots: Tensor, keys: Tensor) -> None:
+    """keys [n, slots, qk] = kv[slots], widened."""
+    keys.resize_(slots.numel(), kv.shape[1])
+    if kv.dtype == keys.dtype:
+        torch.index_select(kv, 0, slots.flatten(), out=keys)
     else:
-        dkv.index_add_(0, slots.flatten(), dkeys.flatten(0, 1))
+        keys.copy_(kv.index_select(0, slots.flatten()))
+    keys.resize_(*slots.shape, kv.shape[1])
+
+
+def _logits(scaled: Tensor, keys: Tensor, empty: Tensor, logits: Tensor) -> None:
+    """logits [n, heads, slots] = scaled . keys, -inf on empty slots."""
+    _bmm(scaled, keys.mT, logits)
+    if bool(empty.any()):
+        logits.masked_fill_(empty[:, None], -torch.inf)
+
+
+def _bmm(left: Tensor, right: Tensor, into: Tensor) -> None:
+    """Batched product into a scratch tensor, as fresh pages for every block would cost as much."""
+    torch.bmm(left, right, out=into.resize_(*left.shape[:2], right.shape[2]))
+
+
+def _scatter_add(dkv: Tensor, slots: Tensor, dkeys: Tensor) -> None:
+    """dkv[slots] += dkeys, adding in slot order on every run."""
+    if dkv.is_cuda:
+        dkv.index_put_((slots,), dkeys, accumulate=True)  # sorts; scatter_add_ would be atomic
+    else:
+        dkv.scatter_add_(0, slots[:, None].expand(-1, dkv.shape[1]), dkeys)

@@ -1,0 +1,1 @@
+"""The `fullspan` command: main.py, and one module a sub-command."""

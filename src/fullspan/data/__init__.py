@@ -1,0 +1,3 @@
+"""From files to packs: reading, chat rendering, packing, order. Leaves out anything that knows
+about ranks.
+"""

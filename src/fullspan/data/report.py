@@ -1,0 +1,113 @@
+"""What was read and what became of it: nothing may vanish without a count. Leaves out how it is
+printed (inspect.py).
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fullspan.errors import DataError
+
+
+class RowError(DataError):
+    """One row that cannot be used: the message is `FILE line N, field F: reason` (N from 1; F left
+    out if unknown).
+    """
+
+    def __init__(self, file: Path, line: int, where: str, reason: str) -> None:
+        at = f"{file} line {line}" if line else f"{file}"
+        super().__init__(f"{at}, field {where}: {reason}" if where else f"{at}: {reason}")
+
+
+def brief(error: Exception) -> str:
+    """The first line of somebody else's error message, or its type when there is none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+class FieldError(Exception):
+    """Raised below the level that knows file and line; always turned into a RowError there."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(where, reason)
+        self.where = where
+        self.reason = reason
+
+
+@dataclass(kw_only=True)
+class ReadLog:
+    """Counts kept while files are read. Bad rows beyond `max_bad_rows` stop the reading."""
+
+    max_bad_rows: int = 0
+    format: str = ""
+    rows: int = 0
+    bad_rows: list[str] = field(default_factory=list)
+    byte_order_marks: int = 0
+    crlf_lines: int = 0
+    blank_lines: int = 0
+    unused_fields: dict[str, int] = field(default_factory=dict)
+
+    def bad(self, error: RowError) -> None:
+        """Counts a row that is skipped, or raises `error` when max_bad_rows allows no more."""
+        self.bad_rows.append(str(error))
+        if len(self.bad_rows) <= self.max_bad_rows:
+            return
+        if self.max_bad_rows == 0:
+            raise error
+        raise DataError(
+            f"{len(self.bad_rows)} bad rows, data.max_bad_rows allows {self.max_bad_rows}; "
+            f"the last: {error}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingReport:
+    """Counts of one data set. Lengths are tokens. `check` holds for every report that this package
+    makes.
+
+    rows = len(bad_rows) + documents
+    documents + (pieces - split) = packed_documents + dropped + untrained
+    source_tokens + repeated_tokens = tokens + dropped_tokens + untrained_tokens + truncated_tokens
+    """
+
+    format: str
+    rows: int
+    bad_rows: tuple[str, ...]
+    byte_order_marks: int
+    crlf_lines: int
+    blank_lines: int
+    unused_fields: dict[str, int]
+    documents: int
+    source_tokens: int
+    longest: int
+    pack_length: int
+    packs: int
+    packed_documents: int
+    tokens: int
+    trained_tokens: int
+    documents_per_pack: tuple[int, float, int]
+    """fewest, mean, most"""
+    dropped: int
+    dropped_tokens: int
+    truncated: int
+    truncated_tokens: int
+    split: int
+    pieces: int
+    repeated_tokens: int
+    """each piece after the first repeats the last token of the piece before as untrained context"""
+    untrained: int
+    """documents (or pieces) without a token to train; left out of the packs, they could change
+    nothing
+    """
+    untrained_tokens: int
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the packs' rows that are real tokens."""
+        return self.tokens / (self.packs * self.pack_length) if self.packs else 0.0
+
+    def check(self) -> None:
+        """Asserts that every row and every token is accounted for."""
+        assert self.rows == len(self.bad_rows) + self.documents
+        arrived = self.documents + self.pieces - self.split
+        assert arrived == self.packed_documents + self.dropped + self.untrained
+        gone = self.dropped_tokens + self.untrained_tokens + self.truncated_tokens
+        assert self.source_tokens + self.repeated_tokens == self.tokens + gone

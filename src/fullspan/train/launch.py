@@ -1,0 +1,233 @@
+"""Starting the ranks of a training run, and saying in one line why one of them failed.
+
+Three ways in, one worker:
+* `--nproc-per-node N`: PyTorch's elastic launcher (what torchrun is made of) starts N ranks here;
+* torchrun: RANK, WORLD_SIZE and LOCAL_RANK are in the environment, this process is a rank;
+* Slurm: `srun` started this process as a rank, its variables are translated (ranks.py).
+
+SIGTERM and SIGINT to the parent reach every rank as SIGTERM, so that they can save and leave; a
+second one kills. Leaves out restarts: a run that failed is started again and resumes.
+"""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fullspan.errors import FullspanError, LaunchError
+from fullspan.train import loop, ranks
+from fullspan.train.config import RunConfig, load_run_config
+
+EXIT_BUG = 1
+EXIT_USER_ERROR = 2
+# A rank with an unexpected error stays this long before it exits, so that a rank that has only lost
+# its peer never looks like the first to fail.
+SECONDS_BEFORE_EXIT = 1.0
+
+
+def run(
+    path: Path, overrides: Sequence[str], found: ranks.Ranks, *, master_port: int | None
+) -> int:
+    """Train as the configuration at `path` says; the exit code (128 + the signal that stopped it).
+
+    found: what ranks.prepare has said about this process. Raises FullspanError, in a run with
+    several ranks as a message that names the rank.
+    """
+    config = load_run_config(path, overrides)
+    config.check_ranks(found.world_size)
+    if found.started_by == "none" and found.world_size > 1:
+        port = ranks.local_port(os.environ, master_port)
+        return start_ranks(config, found.world_size, port)
+    try:
+        return loop.train(config)
+    except FullspanError as error:
+        if found.world_size == 1:
+            raise
+        if _is_first_to_fail():
+            raise type(error)(f"rank {found.rank}: {error}") from None
+        return EXIT_USER_ERROR
+
+
+def _is_first_to_fail() -> bool:
+    """Whether no other rank has said so yet; asks the store where the ranks met. Without an answer
+    every rank speaks for itself.
+    """
+    try:
+        # Public and documented; the stub re-exports it without saying so.
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] see above
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=5),
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return store.add(f"fullspan/failed/{attempt}", 1) == 1
+    except (RuntimeError, KeyError):
+        return True
+
+
+# ------------------------------------------------------------------------ ranks of our own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Why a rank failed, as it says itself. `mendable`: a FullspanError, `text` is its message;
+    otherwise `text` is a traceback.
+    """
+
+    rank: int
+    seconds: float
+    mendable: bool
+    text: str
+
+
+def start_ranks(config: RunConfig, count: int, port: int) -> int:
+    """Run `count` ranks on this machine and wait for them; the exit code.
+
+    port: where they meet, 0 for any free one. Raises LaunchError with the message of the rank that
+    failed first; a traceback that is no user's fault goes to stderr instead.
+    """
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=f"fullspan-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        # Its handlers would give the ranks 30 s to save; ours wait for them.
+        signals_to_handle="SIGQUIT",
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="fullspan-") as folder,
+        _quiet_launcher(),
+        _forward_signals() as received,
+    ):
+        try:
+            codes = elastic_launch(launch_config, _rank_main)(config, folder, os.getpid())
+        except ChildFailedError as failure:
+            if received:
+                return 128 + received[0]
+            return _explain(failure, _read_reports(Path(folder)))
+        except RendezvousError as error:
+            raise LaunchError(f"the ranks could not be started: {error}") from error
+    return 128 + received[0] if received else max(codes.values())
+
+
+def _rank_main(config: RunConfig, folder: str, parent: int) -> int:
+    """One rank that start_ranks has started: trains, or leaves a report in `folder` and exits."""
+    rank = int(os.environ["RANK"])
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        # Ctrl-C reaches every process of the terminal; the parent's word counts. Without a parent,
+        # the kernel sends the same signal.
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGINT)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        return loop.train(config)
+    except FullspanError as error:
+        report = Report(rank=rank, seconds=time.time(), mendable=True, text=str(error))
+    except Exception:
+        report = Report(rank=rank, seconds=time.time(), mendable=False, text=traceback.format_exc())
+    _write_report(Path(folder), report)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not report.mendable:
+        time.sleep(SECONDS_BEFORE_EXIT)
+    # No clean-up that could wait for the other ranks.
+    os._exit(EXIT_USER_ERROR if report.mendable else EXIT_BUG)
+
+
+@contextmanager
+def _forward_signals() -> Iterator[list[int]]:
+    """Pass SIGTERM, SIGINT and SIGHUP on to the ranks as SIGTERM, a second one as SIGKILL; gives
+    the numbers received.
+    """
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if number == signal.SIGINT and len(received) == 1:
+            print("fullspan: stopping after this step; once more to stop now", file=sys.stderr)
+        for child in multiprocessing.active_children():
+            with suppress(ProcessLookupError):
+                if child.pid is not None:
+                    os.kill(child.pid, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Silence the launcher's own log in this process; LOGLEVEL, its variable, brings it back."""
+    before = logging.root.manager.disable
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+# -------------------------------------------------------------------------------- reports
+
+
+def _write_report(folder: Path, report: Report) -> None:
+    """So that the parent never sees half of it. A folder that is gone means nobody will read it."""
+    unfinished = folder / f"{report.rank}.part"
+    with suppress(OSError):
+        unfinished.write_text(json.dumps(asdict(report)), encoding="utf-8")
+        unfinished.rename(folder / f"{report.rank}.json")
+
+
+def _read_reports(folder: Path) -> list[Report]:
+    """The reports in the order of their time."""
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob("*.json")]
+    return sorted((Report(**json.loads(text)) for text in texts), key=lambda one: one.seconds)
+
+
+def _explain(failure: ChildFailedError, reports: Sequence[Report]) -> int:
+    """Raise what the user can mend, or print the traceback of the rank that failed first.
+
+    A rank that a signal has killed leaves no report, and the others then report its silence: what
+    the launcher saw first decides. Otherwise a user's error counts before an unexpected one, which
+    may follow from it.
+    """
+    rank, first = failure.get_first_failure()
+    if first.exitcode < 0 and rank not in [report.rank for report in reports]:
+        raise LaunchError(
+            f"rank {rank}: killed by {signal.Signals(-first.exitcode).name}; if memory ran out "
+            "(SIGKILL), lower data.pack_length or use more ranks"
+        )
+    for report in reports:
+        if report.mendable:
+            raise LaunchError(f"rank {report.rank}: {report.text}")
+    if not reports:
+        raise LaunchError(f"rank {rank}: exited with {first.exitcode} and said nothing")
+    print(f"fullspan: rank {reports[0].rank} failed:\n{reports[0].text}", end="", file=sys.stderr)
+    return EXIT_BUG

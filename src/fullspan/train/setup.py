@@ -1,0 +1,195 @@
+"""What a run needs before its first step: checks, data, model, adapters, and the start report.
+
+Everything that can be refused is refused before the weights are read: settings that differ from
+those of the checkpoint to resume from, data that cannot be used, another order of the data.
+"""
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fullspan import settings
+from fullspan.checkpoint.folders import Header, read_header
+from fullspan.checkpoint.load import Progress, load_model, progress_bar
+from fullspan.checkpoint.resume import check_fingerprint, find_checkpoint
+from fullspan.data.load import load_packs, load_tokenizer
+from fullspan.data.loader import PackLoader
+from fullspan.data.packing import Pack
+from fullspan.errors import CheckpointError
+from fullspan.lora.inject import inject, trainable_parameters
+from fullspan.models.dsa.config import DsaConfig
+from fullspan.models.dsa.model import DsaForCausalLM
+from fullspan.ops.backend import resolve
+from fullspan.parallel.mesh import Mesh
+from fullspan.train import report
+from fullspan.train.metrics import Console
+from fullspan.train.session import Session
+
+if TYPE_CHECKING:
+    import fullspan.train.config
+
+CONFIG_FILE = "config.toml"
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_SAMPLED_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """What the loop runs on. fingerprint: settings that a resumed run must share."""
+
+    session: Session
+    loader: PackLoader
+    eval_packs: list[Pack]
+    fingerprint: Mapping[str, Any]
+
+
+def prepare(config: "fullspan.train.config.RunConfig", mesh: Mesh, console: Console) -> RunParts:
+    """Builds the parts of a run on this rank, at the step where it starts.
+
+    Raises:
+        FullspanError: a setting, the data, the model folder or the checkpoint cannot be used.
+    """
+    seed_generators(config.train.seed + mesh.rank)
+    marks = fingerprint(config)
+    start, header = _start(config, mesh, console, marks)
+    model_config = DsaConfig.load(Path(config.model.path))
+    tokenizer = load_tokenizer(Path(config.model.path))
+    packs, packing = load_packs(
+        config.data.path, config.data, tokenizer, vocab_size=model_config.vocab_size
+    )
+    console.print(report.data_lines("data", config.data.path, packing))
+    console.print(report.sample_lines(packs[0], tokenizer, color=sys.stdout.isatty()))
+    eval_packs: list[Pack] = []
+    if config.data.eval_path is not None:
+        eval_packs, packing = load_packs(
+            config.data.eval_path, config.data, tokenizer, vocab_size=model_config.vocab_size
+        )
+        console.print(report.data_lines("held out", config.data.eval_path, packing))
+    loader = PackLoader(
+        packs,
+        microbatches=config.train.accumulation,
+        shuffle=config.data.shuffle,
+        seed=config.data.seed,
+    )
+    if header is not None:
+        loader.load_state(header.loader)
+    model = _load(config, mesh)
+    adapted = inject(model, config.lora)
+    session = Session(
+        model,
+        trainable_parameters(model),
+        optim=config.optim,
+        total_steps=config.train.steps,
+        mesh=mesh,
+        partition=config.parallel.partition,
+    )
+    console.print(report.model_lines(config.model, session, config.lora, adapted))
+    console.print(report.batch_lines(config.train, mesh, session, loader))
+    if start is not None:
+        session.load(start)
+    if mesh.is_main:
+        write_config(Path(config.train.output_dir), settings.dump_toml(config))
+    return RunParts(session=session, loader=loader, eval_packs=eval_packs, fingerprint=marks)
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds Python's, NumPy's and PyTorch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def fingerprint(config: "fullspan.train.config.RunConfig") -> dict[str, Any]:
+    """{setting: value} of everything that the next step of a run depends on beside its checkpoint.
+
+    Left out are settings that change rounding at most ([parallel], [ops], train.recompute), paths,
+    and the content of the data, which the loader's own state covers.
+    """
+    marks: dict[str, Any] = {
+        "model.dtype": config.model.dtype,
+        "the model's config.json": _digest(Path(config.model.path), "config.json"),
+        "the model's weights": _digest(Path(config.model.path), "*.safetensors"),
+        "train.accumulation": config.train.accumulation,
+    }
+    if config.optim.schedule != "constant":
+        marks["train.steps"] = config.train.steps
+    for section, values in (("lora", config.lora), ("optim", config.optim)):
+        for name, value in asdict(values).items():
+            marks[f"{section}.{name}"] = list(value) if isinstance(value, tuple) else value
+    for name in ("format", "pack_length", "overlong", "shuffle", "seed"):
+        marks[f"data.{name}"] = getattr(config.data, name)
+    return marks
+
+
+def _digest(folder: Path, pattern: str) -> str:
+    """Of names, sizes and last bytes of files: hundreds of gigabytes cannot be read to compare."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob(pattern)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            file.seek(max(0, size - _SAMPLED_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def _start(
+    config: "fullspan.train.config.RunConfig",
+    mesh: Mesh,
+    console: Console,
+    marks: Mapping[str, Any],
+) -> tuple[Path | None, Header | None]:
+    """The checkpoint to resume from, checked against the settings."""
+    folder = Path(config.train.output_dir)
+    path, remarks = find_checkpoint(config.checkpoint, folder, mesh.cp_group)
+    for remark in remarks:
+        console.print(remark)
+    if path is None:
+        return None, None
+    header = read_header(path)
+    check_fingerprint(path, header, marks)
+    console.print(f"resuming from {path}, after step {header.step} of {config.train.steps}")
+    if header.world_size != mesh.world_size:
+        console.print(
+            f"it was written by {header.world_size} rank(s) and now there are {mesh.world_size}: "
+            "losses will agree to rounding, not bit for bit"
+        )
+    return path, header
+
+
+def _load(config: "fullspan.train.config.RunConfig", mesh: Mesh) -> DsaForCausalLM:
+    """The frozen model; the first rank shows how far it is."""
+    dtype = _DTYPES[config.model.dtype]
+
+    def load(progress: Progress | None) -> DsaForCausalLM:
+        return load_model(
+            Path(config.model.path),
+            dtype=dtype,
+            device=mesh.device,
+            options=resolve(config.ops, mesh.device, dtype),
+            recompute=config.train.recompute,
+            progress=progress,
+        )
+
+    if not mesh.is_main:
+        return load(None)
+    with progress_bar("loading the model") as progress:
+        return load(progress)
+
+
+def write_config(folder: Path, text: str) -> None:
+    """Keeps the resolved configuration with the run. Raises CheckpointError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {folder / CONFIG_FILE}: {error.strerror} (setting train.output_dir)"
+        ) from error

@@ -1,0 +1,46 @@
+"""Being told to stop: SIGTERM and SIGINT become a wish that the loop fulfils between two steps.
+
+Leaves out how the ranks agree on it (loop.py) and how signals reach them (launch.py).
+"""
+
+import signal
+import threading
+import time
+from types import FrameType
+
+# Launchers repeat the terminal's Ctrl-C within milliseconds; a person needs longer.
+_SECONDS_OF_ONE_CTRL_C = 2.0
+
+
+class StopRequest:
+    """Within its `with` block the first SIGTERM or SIGINT is only noted, in `signal_number`.
+
+    A second Ctrl-C, two seconds later or more, is a KeyboardInterrupt as usual. A SIGINT handler
+    that is not Python's own stays in place. Outside the main thread, where Python allows no
+    handlers, nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._first_at = 0.0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]  # as it was given
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        again = self.signal_number and now - self._first_at >= _SECONDS_OF_ONE_CTRL_C
+        if number == signal.SIGINT and again:
+            raise KeyboardInterrupt
+        if not self.signal_number:
+            self.signal_number, self._first_at = number, now

@@ -1,0 +1,61 @@
+"""Activation recompute with a selection shared from layer to layer."""
+
+from fullspan.models.dsa.attention import Indexer
+from tests.support.tiny import gradients, local_loss, random_pack, relative, tiny_model
+
+
+def test_two_microbatches_in_flight_with_recompute(tiny_checkpoints):
+    """Forward A, forward B, backward A, backward B: as the same microbatches without recompute."""
+    folder = tiny_checkpoints["glm_moe_dsa"]
+    kept, recomputed = tiny_model(folder), tiny_model(folder, recompute=True)
+    packs = [
+        random_pack(lengths, vocab=kept.config.vocab_size, seed=i)
+        for i, lengths in enumerate(([150, 50], [200]))
+    ]
+    for model, order in ((kept, (0, 1)), (recomputed, (0, 1)), (recomputed, (1, 0))):
+        model.zero_grad(set_to_none=True)
+        losses = [local_loss(model, pack)[0] for pack in packs]
+        for index in order:
+            losses[index].backward()
+        if model is kept:
+            wanted = gradients(model)
+            continue
+        errors = {name: relative(got, wanted[name]) for name, got in gradients(model).items()}
+        worst = max(errors, key=errors.__getitem__)
+        print(f"backward in order {order}: worst {worst} {errors[worst]:.2e}")
+        assert errors[worst] < 1e-6
+
+
+def test_the_indexer_runs_once_a_microbatch(tiny_checkpoints):
+    model = tiny_model(tiny_checkpoints["glm_moe_dsa"], recompute=True)
+    runs = []
+    for module in model.modules():
+        if isinstance(module, Indexer):
+            module.register_forward_hook(lambda module, given, selection: runs.append(module))
+    local_loss(model, random_pack([200], vocab=model.config.vocab_size))[0].backward()
+    assert len(runs) == model.config.indexer_types.count("full") < model.config.num_hidden_layers
+
+
+def test_a_wrong_microbatch_selection_would_be_seen(tiny_checkpoints):
+    """Planted: every layer keeps its last selection, so recompute of A reads that of B."""
+    model = tiny_model(tiny_checkpoints["glm_moe_dsa"], recompute=True)
+    packs = [random_pack([200], vocab=model.config.vocab_size, seed=seed) for seed in (0, 1)]
+    losses = [local_loss(model, pack)[0] for pack in packs]
+    losses[0].backward()
+    losses[1].backward()
+    wanted = gradients(model)
+    model.zero_grad(set_to_none=True)
+    last: dict[int, object] = {}
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(
+            lambda layer, given, index=index: (
+                (*given[:4], last[index]) if given[4] is not None else None
+            )
+        )
+        layer.register_forward_hook(
+            lambda layer, given, out, index=index: last.update({index: out[1]})
+        )
+    losses = [local_loss(model, pack)[0] for pack in packs]
+    losses[0].backward()
+    losses[1].backward()
+    assert max(relative(got, wanted[name]) for name, got in gradients(model).items()) > 1e-2

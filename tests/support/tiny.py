@@ -1,0 +1,106 @@
+"""Tiny checkpoints, models with non-trivial adapters, and packs: what most tests start from."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fullspan.checkpoint.load import load_model
+from fullspan.lora.inject import LoraConfig, inject, trainable_parameters
+from fullspan.models.dsa.model import DsaForCausalLM
+from fullspan.ops.backend import OpOptions, resolve
+from fullspan.ops.linear_cross_entropy.op import IGNORE, linear_cross_entropy
+from fullspan.ops.packed import PackedLayout
+from fullspan.parallel.context import SequenceContext
+from fullspan.parallel.sequence import Partition, padded_length
+from fullspan.shapes import Tensor
+
+FAMILIES = ("glm_moe_dsa", "deepseek_v32")
+EVERY_TARGET = (
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "experts.gate_up_proj",
+    "experts.down_proj",
+)
+
+
+def tiny_model(
+    folder: Path, *, recompute: bool = False, adapters: bool = True, workspace_bytes: int = 1 << 22
+) -> DsaForCausalLM:
+    """The checkpoint in float32 with `transformers`' latent norm eps; adapters everywhere, lora_b
+    not zero.
+    """
+    options = OpOptions(workspace_bytes=workspace_bytes, loss_chunk_rows=64)
+    options = resolve(options, torch.device("cpu"), torch.float32)
+    model = load_model(
+        folder,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        options=options,
+        recompute=recompute,
+        latent_norm_eps=1e-6,
+    )
+    if adapters:
+        inject(model, LoraConfig(r=3, alpha=6.0, targets=EVERY_TARGET, seed=1))
+        generator = torch.Generator().manual_seed(7)
+        for name, parameter in trainable_parameters(model).items():
+            if name.endswith("lora_b"):
+                nn.init.normal_(parameter, std=0.02, generator=generator)
+    return model
+
+
+def random_pack(
+    lengths: list[int], *, vocab: int, multiple: int = 1, seed: int = 0, trained: float = 0.7
+) -> tuple[Tensor, Tensor, PackedLayout]:
+    """Tokens, labels (next token inside the document, a part of them trained) and the layout of a
+    random pack.
+    """
+    real = sum(lengths)
+    total = padded_length(real, multiple)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (total,), generator=generator)
+    labels = torch.full((total,), IGNORE)
+    labels[: real - 1] = tokens[1:real]
+    labels[torch.rand(total, generator=generator) > trained] = IGNORE
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    labels[bounds[1:] - 1] = IGNORE
+    labels[real:] = IGNORE
+    return tokens, labels, PackedLayout(cu_seqlens=bounds, padded_length=total)
+
+
+def local_loss(
+    model: DsaForCausalLM,
+    pack: tuple[Tensor, Tensor, PackedLayout],
+    *,
+    rank: int = 0,
+    size: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """This rank's share of the mean loss over the pack's trained tokens, and its hidden rows."""
+    tokens, labels, layout = pack
+    partition = Partition(size=size, length=layout.padded_length)
+    group = None if size == 1 else torch.distributed.group.WORLD
+    sequence = SequenceContext.create(layout, partition, rank=rank, group=group)
+    rows = partition.rows(rank)
+    hidden = model(tokens[rows], sequence)
+    nll = linear_cross_entropy(hidden, model.lm_head.weight, labels[rows], options=model.options)
+    return nll.sum() / (labels != IGNORE).sum(), hidden
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradient of every adapter parameter by name, zeros where none arrived."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in trainable_parameters(model).items()
+    }
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted (absolute where that is zero)."""
+    scale = wanted.double().norm().item()
+    return (got.double() - wanted.double()).norm().item() / (scale or 1.0)
