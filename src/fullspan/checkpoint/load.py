@@ -20,7 +20,7 @@ from fullspan.errors import CheckpointError
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.backend import OpOptions, resolve
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes to read
 
@@ -51,6 +51,7 @@ def load_model(
     folder = CheckpointFolder.open(path)
     overrides = {} if latent_norm_eps is None else {"latent_norm_eps": latent_norm_eps}
     config = DsaConfig.load(path, **overrides)
+    options = resolve(options, torch.device(device), dtype, **_op_widths(config))
     model = meta_model(config, options, recompute=recompute)
     mapping = dsa_mapping(config)
     _check_dtypes(folder, mapping)
@@ -60,6 +61,16 @@ def load_model(
     _fill(model, folder, mapping, dtype, torch.device(device), progress)
     model.requires_grad_(False)
     return model
+
+
+def _op_widths(config: DsaConfig) -> dict[str, int]:
+    """What decides which kernels fit (see ops/backend.py)."""
+    return {
+        "qk": config.kv_lora_rank + config.qk_rope_head_dim,
+        "value_dim": config.kv_lora_rank,
+        "index_dim": config.index_head_dim,
+        "topk": config.index_topk,
+    }
 
 
 def meta_model(config: DsaConfig, options: OpOptions, *, recompute: bool) -> DsaForCausalLM:

@@ -26,7 +26,6 @@ from fullspan.errors import CheckpointError
 from fullspan.lora.inject import inject, trainable_parameters
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import resolve
 from fullspan.parallel.mesh import Mesh
 from fullspan.train import report
 from fullspan.train.metrics import Console
@@ -173,7 +172,7 @@ def _load(config: "fullspan.train.config.RunConfig", mesh: Mesh) -> DsaForCausal
             Path(config.model.path),
             dtype=dtype,
             device=mesh.device,
-            options=resolve(config.ops, mesh.device, dtype),
+            options=config.ops,
             recompute=config.train.recompute,
             progress=progress,
         )

@@ -112,8 +112,9 @@ def forward(
     sink: Float[Tensor, "heads"] | None,
     scale: float,
     value_dim: int,
+    workspace_bytes: int,
 ) -> tuple[Float[Tensor, "rows heads value"], Float32[Tensor, "rows heads"]]:
-    """out [rows, heads, value_dim] and natural-log lse [rows, heads] of every row over its chosen keys."""
+    """out [rows, heads, value_dim] and natural-log lse [rows, heads] of every row over its chosen keys. Needs no workspace."""
     query, kv, ids, counts = (x.contiguous() for x in (query, kv, ids, counts))
     rows, shape = query.shape[0], shape_of(query, ids.shape[1], value_dim)
     out = query.new_empty(rows, shape.heads, value_dim)
