@@ -31,6 +31,7 @@ PEAK = {"bf16": 989.0, "fp8": 1979.0}
 FORMULA = {
     "forward": "2*rows*topk*heads*(qk+512)",
     "backward": "2*rows*topk*heads*(3*qk+2*512)",
+    "backward_planned": "2*rows*topk*heads*(3*qk+2*512)",
     "index_topk": "2*pairs*heads*128",
 }
 
@@ -80,20 +81,37 @@ def attention_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
     out, lse = backend.forward(query, kv, ids, counts, *settings)
     work = 2.0 * rows * topk * heads
     yield "forward", work * (qk + VALUE), lambda: backend.forward(query, kv, ids, counts, *settings)
-    chunk = plan.chunk_rows(rows, topk, case["keys"], qk, heads, 2, workspace, 132)
-    yield (
-        "backward",
-        work * (3 * qk + 2 * VALUE),
-        lambda: backend.backward(grad, query, kv, ids, counts, out, lse, *settings),
+    given = (grad, query, kv, ids, counts, out, lse, *settings)
+    yield "backward", work * (3 * qk + 2 * VALUE), lambda: backend.backward(*given)
+    tiles = -(-heads // 64)
+    sizes = plan.Sizes(
+        topk=topk, pack=case["keys"], qk=qk, heads=tiles * 64, itemsize=2, units=units(), tiles=tiles
     )
-    if case["backend"] == "hopper":
-        sizes = {"pack": case["keys"], "share": True}
-        starts = [(first, min(chunk, rows - first)) for first in range(0, rows, chunk)]
+    span, chunk = plan.choose_rows(sizes, rows, workspace)
+    starts = range(0, rows, span)
+
+    def plan_all() -> plan.Plan:
+        built = [
+            plan.build_plan(
+                ids, counts, pack=case["keys"], first=first, rows=min(span, rows - first), chunk=chunk
+            )
+            for first in starts
+        ]
+        return built[0]
+
+    yield "plan", 0.0, plan_all
+    if len(starts) == 1:
+        ready = plan_all()
         yield (
-            "plan",
-            0.0,
-            lambda: [plan.build_plan(ids, counts, first=a, rows=n, **sizes) for a, n in starts],
+            "backward_planned",
+            work * (3 * qk + 2 * VALUE),
+            lambda: backend.backward(*given, plan=ready),
         )
+
+
+def units() -> int:
+    """Multiprocessors."""
+    return torch.cuda.get_device_properties("cuda").multi_processor_count
 
 
 def index_runs(case: Case) -> Iterator[tuple[str, float, Run]]:

@@ -100,7 +100,7 @@ def test_half_of_the_keys_shared(backend):
     slots = torch.arange(1024, device="cuda")
     live = torch.cat([slots < near.counts[:, None], slots < far.counts[:, None]], 1) & (ids >= 0)
     ids = torch.where(live, ids, -1)
-    order = ids.sort(1, stable=True)
+    order = ids.sort(dim=1, stable=True)
     twice = torch.zeros_like(live)
     twice[:, 1:] = order.values[:, 1:] == order.values[:, :-1]
     ids = ids.masked_fill(torch.zeros_like(live).scatter(1, order.indices, twice), -1)
@@ -119,10 +119,13 @@ def test_half_of_the_keys_shared(backend):
 
 def test_chunks_of_rows(backend):
     """A workspace of a few groups, whose bounds are not the whole call's."""
-    from fullspan.ops.sparse_attention.plan import bytes_per_row
+    from fullspan.ops.sparse_attention.plan import Sizes, choose_rows
 
-    workspace = 8 * 3000 + 40 * bytes_per_row(512, 3000, 576, 64, 2)
-    case = case_of(rows=100, pool=700)
+    sizes = Sizes(topk=512, pack=3000, qk=576, heads=64, itemsize=2, units=132)
+    workspace = 50 << 20
+    span, chunk = choose_rows(sizes, 300, workspace)
+    assert chunk < 100 <= span
+    case = case_of(rows=300, pool=700)
     check(case, backend, workspace)
     whole, parts = run(case, backend), run(case, backend, workspace)
     assert torch.equal(whole[2], parts[2])

@@ -12,16 +12,20 @@ from fullspan.ops.sparse_attention import triton_backend  # isort: skip
 WORKSPACE = 1 << 30
 
 
-def run(case: Attention, workspace: int = WORKSPACE) -> tuple[torch.Tensor, ...]:
+def run(
+    case: Attention, workspace: int = WORKSPACE, plan: plans.Plan | None = None
+) -> tuple[torch.Tensor, ...]:
     """out, lse, dquery, dkv, dsink by the kernels, the backward from their own forward."""
     inputs = (case.query, case.kv, case.ids, case.counts)
     settings = (case.sink, case.scale, case.value_dim, workspace)
     out, lse = triton_backend.forward(*inputs, *settings)
-    return out, lse, *triton_backend.backward(case.grad, *inputs, out, lse, *settings)
+    return out, lse, *triton_backend.backward(case.grad, *inputs, out, lse, *settings, plan)
 
 
-def check(case: Attention, tolerance: float, workspace: int = WORKSPACE) -> None:
-    got, want = run(case, workspace), exact(case)
+def check(
+    case: Attention, tolerance: float, workspace: int = WORKSPACE, plan: plans.Plan | None = None
+) -> None:
+    got, want = run(case, workspace, plan), exact(case)
     assert torch.equal(got[1].isinf(), want[1].isinf())
     for name, mine, true in zip(("out", "dquery", "dkv"), (got[0], *got[2:4]), (want[0], *want[2:4])):
         assert mine.isfinite().all(), name
@@ -54,43 +58,59 @@ def test_direct_and_shared_keys_and_chunks(monkeypatch):
     kv = torch.where(near.kv.isnan(), far.kv, near.kv)
     parts = {name: torch.cat([getattr(near, name), getattr(far, name)]) for name in ("query", "ids", "counts", "grad")}
     case = Attention(kv=kv, sink=None, scale=0.3, value_dim=16, **parts)
-    plan = plans.build_plan(case.ids, case.counts, pack=400, first=0, rows=36, share=True)
+    plan = plans.build_plan(case.ids, case.counts, pack=400, first=0, rows=36, chunk=48)
     assert plan.mode.tolist() == [1, 0, 0]
     assert int(plan.direct_count[:16].sum()) > 0
     check(case, 2e-6)
-    row = plans.bytes_per_row(24, 400, 24, 16, 4)
-    assert plans.chunk_rows(36, 24, 400, 24, 16, 4, 8 * 400 + 17 * row, 1) == 17
-    check(case, 2e-6, workspace=8 * 400 + 17 * row)
+    sizes = triton_backend.sizes_of(case.query, case.kv, triton_backend.shape_of(case.query, 24, 16))
+    assert plans.choose_rows(sizes, 36, 1 << 17) == (16, 16)
+    check(case, 2e-6, workspace=1 << 17)
+    chunked = plans.build_plan(case.ids, case.counts, pack=400, first=0, rows=36, chunk=16)
+    check(case, 2e-6, plan=chunked)
 
 
 def test_the_plan_lists_every_pair_once(monkeypatch):
-    """Each key's partial rows, shared or direct, stand for exactly the (row, slot) pairs that chose it, in order."""
+    """Each key's partial rows, shared or direct, stand for exactly the (row, slot) pairs that chose it, chunk by chunk."""
     monkeypatch.setattr(plans, "FEW_DIRECT", 0)
-    case = make_attention(rows=40, heads=1, value=16, rope=0, pack=90, topk=24, pool=40, counts=(24, 7, 20, 0, 24), device=DEVICE)
-    plan = plans.build_plan(case.ids, case.counts, pack=90, first=4, rows=36, share=True)
-    base = 36 * 24
-    for key in range(90):
-        pairs = []
-        entries = plan.order[int(plan.start[key]) : int(plan.start[key + 1])].tolist()
-        for entry in entries:
-            if entry < base:
-                pairs.append(entry)
-                continue
-            group, place = divmod(entry - base, plan.width)
-            slots = plan.slots[group, place // plans.BLOCK, :, place % plans.BLOCK]
-            rows = plan.active[group, place // plans.BLOCK, : int(plan.active_count[group, place // plans.BLOCK])]
-            held = [row for row in range(plans.GROUP) if int(slots[row]) >= 0]
-            assert set(held) <= set(rows.tolist())
-            pairs += [int(slots[row]) for row in held]
-        wanted = [
-            row * 24 + slot
-            for row in range(36)
-            for slot in range(min(24, int(case.counts[4 + row])))
-            if int(case.ids[4 + row, slot]) == key
-        ]
-        assert sorted(pairs) == wanted, key
-    listed = [sorted(plan.direct[row, : int(plan.direct_count[row])].tolist()) for row in range(36)]
-    assert sum(map(len, listed)) == int((plan.order[: int(plan.start[-1])] < base).sum())
+    topk, pack, first, rows, chunk = 24, 90, 4, 40, 32
+    case = make_attention(
+        rows=44, heads=1, value=16, rope=0, pack=pack, topk=topk, pool=40, counts=(24, 7, 20, 0, 24), device=DEVICE
+    )
+    plan = plans.build_plan(case.ids, case.counts, pack=pack, first=first, rows=rows, chunk=chunk)
+    kinds = set()
+    for part in plan.chunks():
+        start, groups = part.start(pack).tolist(), range(part.groups.start, part.groups.stop)
+        leaders = {}
+        for group in groups:
+            shared = plan.leader[group] if int(plan.mode[group]) else torch.empty(0)
+            leaders |= {int(row): (group, place) for place, row in enumerate(shared) if int(row) >= 0}
+        for key in range(pack):
+            pairs = []
+            for entry in plan.order[start[key] : start[key + 1]].tolist():
+                kinds.add(entry in leaders)
+                if entry not in leaders:
+                    pairs.append(entry)
+                    continue
+                group, place = leaders[entry]
+                block, column = divmod(place, plans.BLOCK)
+                active = plan.active[group, block, : int(plan.active_count[group, block])].tolist()
+                slots = plan.slots[group, block, :, column].tolist()
+                assert all(slot < 0 for slot in slots[len(active) :])
+                held = [(row, slot) for row, slot in zip(active, slots) if slot >= 0]
+                base = group * plans.GROUP - part.at
+                assert all(slot // topk == base + row for row, slot in held)
+                pairs += [slot for _, slot in held]
+            wanted = [
+                row * topk + slot
+                for row in range(part.rows)
+                for slot in range(min(topk, int(case.counts[first + part.at + row])))
+                if int(case.ids[first + part.at + row, slot]) == key
+            ]
+            assert sorted(pairs) == wanted, key
+        for row in range(part.rows):
+            listed = plan.direct[part.at + row, : int(plan.direct_count[part.at + row])].tolist()
+            assert all(row * topk + slot in plan.order[start[0] : start[-1]] for slot in listed)
+    assert kinds == {True, False}
 
 
 def test_same_bits_on_every_run():
@@ -107,9 +127,14 @@ def test_no_rows_and_rows_without_keys():
 
 
 def test_chunks_fit_the_workspace():
-    """At GLM-5.2's widths: whole rounds of the multiprocessors, below the budget, and never less than a group."""
-    for gib, units in ((1, 132), (4, 132), (64, 132)):
-        rows = plans.chunk_rows(4096, 2048, 131072, 576, 64, 2, gib << 30, units)
-        used = rows * plans.bytes_per_row(2048, 131072, 576, 64, 2) + 8 * 131072
-        assert used <= gib << 30 and (rows % units == 0 or rows == 4096)
-    assert plans.chunk_rows(4096, 2048, 131072, 576, 64, 2, 1 << 20, 132) == plans.GROUP
+    """At GLM-5.2's widths: below the budget, and rounds of the multiprocessors nearly full."""
+    sizes = plans.Sizes(topk=2048, pack=131072, qk=576, heads=64, itemsize=2, units=132)
+    for gib in (1, 4, 64):
+        for pack in (16384, 131072, 1 << 20):
+            sizes = plans.Sizes(topk=2048, pack=pack, qk=576, heads=64, itemsize=2, units=132)
+            span, chunk = plans.choose_rows(sizes, 4096, gib << 30)
+            used = span * (sizes.plan_row_bytes + 4 * pack // 16) + chunk * sizes.row_bytes
+            assert used + 8 * pack * -(-span // chunk) <= gib << 30
+            assert chunk % plans.GROUP == 0 and (span % chunk == 0 or span >= 4096)
+            assert chunk / (-(-chunk // 132) * 132) > 0.9
+    assert plans.choose_rows(sizes, 4096, 1 << 20) == (plans.GROUP, plans.GROUP)

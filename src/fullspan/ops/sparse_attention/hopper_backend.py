@@ -10,21 +10,25 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch.nn.functional import pad
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fullspan.ops.sparse_attention.kernels_hopper_backward import SWIZZLE_64, SWIZZLE_128, dense_kernel, dquery_kernel
 from fullspan.ops.sparse_attention.kernels_hopper_forward import forward_kernel, prepare_kernel
-from fullspan.ops.sparse_attention.plan import GROUP, ChunkPlan, build_plan, chunk_rows, partial_rows
+from fullspan.ops.sparse_attention.plan import GROUP, Chunk, Plan
 from fullspan.ops.sparse_attention.triton_backend import (
     LOG2E,
+    Buffers,
     Shape,
-    compute_units,
-    launch_partials,
+    launch_direct,
     launch_segments,
+    launch_union,
     on_device,
+    plans_of,
     row_products,
     shape_of,
     sink_gradient,
+    sizes_of,
 )
 from fullspan.shapes import Float, Float32, Int32, Tensor
 
@@ -84,7 +88,7 @@ def forward(
     lse = torch.empty(rows, tiles * HEADS, dtype=torch.float32, device=query.device)
     sinks = lse if sink is None else pad(sink.float(), (0, tiles * HEADS - heads))
     with on_device(query):
-        units = compute_units(query.device)
+        units = torch.cuda.get_device_properties(query.device).multi_processor_count
         for first in range(0, rows, FORWARD_ROWS):
             here = min(FORWARD_ROWS, rows - first)
             ready = prepare(ids, counts, kv.shape[0], first, here)
@@ -97,10 +101,51 @@ def forward(
     return out[:, :heads].contiguous(), lse[:, :heads].contiguous()
 
 
-def _rows(x: Tensor, columns: int) -> TensorDescriptor:
+def _rows(x: Tensor, columns: int) -> GluonDescriptor:
     """TMA over 64 rows x `columns` of x, its leading dimensions flattened."""
     layout = SWIZZLE_64 if columns == 32 else SWIZZLE_128
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [64, columns], layout.value)
+    return GluonDescriptor.from_tensor(x.view(-1, x.shape[-1]), [64, columns], layout.value)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Tensors of a backward with whole tiles of heads, their TMA descriptors, which cost the host time, and its buffers."""
+
+    query: Tensor
+    kv: Tensor
+    grad_out: Tensor
+    lse: Tensor
+    delta: Tensor
+    buffers: Buffers
+    shape: Shape
+    scale: float
+    to_dquery: tuple[GluonDescriptor, ...]
+    to_dense: tuple[GluonDescriptor, ...]
+    to_union: tuple[TensorDescriptor, ...]
+
+    @classmethod
+    def of(
+        cls, query: Tensor, kv: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, dquery: Tensor, chunk: int,
+        shape: Shape, scale: float,
+    ) -> "Call":  # fmt: skip
+        """Allocates the buffers of a chunk."""
+        buffers = Buffers.of(query, chunk, shape)
+        rope = shape.rope > 0
+        narrow = 64 if rope else 128
+        prob, dscore, part = (buffers.prob, buffers.dscore, buffers.part)
+        columns = shape.columns()
+
+        def tile(x: Tensor, width: int) -> TensorDescriptor:
+            return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [HEADS, width])
+
+        return cls(
+            query, kv, grad_out, lse, delta, buffers, shape, scale,
+            (_rows(query, 128), _rows(query, narrow), _rows(grad_out, 128), _rows(dquery, 128),
+             _rows(dquery, narrow), _rows(prob, 64), _rows(dscore, 64)),
+            (_rows(query, 256), _rows(query, 32), _rows(grad_out, 256), _rows(prob, 64), _rows(dscore, 64),
+             _rows(part, 256), _rows(part, 32)),
+            (tile(query, columns["BN"]), tile(query, columns["BR"]), tile(grad_out, columns["BN"])),
+        )  # fmt: skip
 
 
 def backward(
@@ -115,68 +160,65 @@ def backward(
     scale: float,
     value_dim: int,
     workspace_bytes: int,
+    plan: Plan | None = None,
 ) -> tuple[Float[Tensor, "rows heads qk"], Float32[Tensor, "pack qk"], Float32[Tensor, "heads"]]:
-    """Gradients of query (its dtype), kv (fp32) and sink (fp32, zeros without one); same bits on every run."""
-    rows, heads, width = query.shape
+    """Gradients of query (its dtype), kv (fp32) and sink (fp32, zeros without one); same bits on every run.
+
+    plan: of all rows with whole blocks of slots, where the caller has it (its chunk then decides the memory).
+    """
+    rows, heads, _ = query.shape
     tiles = -(-heads // HEADS)
-    kv, ids, counts = kv.contiguous(), ids.contiguous(), counts.contiguous()
+    kv, ids, counts = kv.contiguous(), _blocks_of(ids), counts.contiguous()
     query, grad_out, out = (_tiled(x, tiles) for x in (query, grad_out, out))
     lse = pad(lse, (0, tiles * HEADS - heads)).contiguous()
     dquery = torch.empty_like(query)
     dkv = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
     dsink = torch.zeros(heads, dtype=torch.float32, device=query.device)
     if rows == 0:
-        return dquery, dkv.zero_(), dsink
-    slots = -(-ids.shape[1] // BLOCK) * BLOCK
-    shape = shape_of(query, slots, value_dim)
+        return dquery[:, :heads].contiguous(), dkv.zero_(), dsink
+    shape = shape_of(query, ids.shape[1], value_dim)
     with on_device(query):
         delta = row_products(grad_out, out, shape)
-        chunk = chunk_rows(
-            rows, slots, kv.shape[0], width, tiles * HEADS, 2, workspace_bytes, compute_units(query.device)
-        )
-        prob = query.new_empty(chunk * slots, tiles * HEADS)
-        dscore = torch.empty_like(prob)
-        part = query.new_empty(partial_rows(chunk, slots), width)
-        for first in range(0, rows, chunk):
-            here = min(chunk, rows - first)
-            ready = prepare(ids, counts, kv.shape[0], first, here)
-            # the cleaned ids are the chunk's own, so its plan counts rows from 0
-            plan = build_plan(ready.ids, ready.limit, pack=kv.shape[0], first=0, rows=here, share=True)
-            window = slice(first, first + here)
-            launch_dquery(
-                grad_out[window], query[window], kv, ready, lse[window], delta[window], dquery[window], prob, dscore, scale
-            )
-            if tiles == 1:
-                launch_dense(grad_out[window], query[window], ready, prob, dscore, part, plan)
-            launch_partials(grad_out[window], query[window], prob, dscore, part, plan, shape, skip_dense=tiles == 1)
-            launch_segments(part, dkv, plan, shape, add=first > 0)
+        if plan is None:
+            plans = plans_of(ids, counts, sizes_of(query, kv, shape), workspace_bytes)
+        else:
+            plans = iter([plan])
+        call = None
+        for own in plans:
+            call = call or Call.of(query, kv, grad_out, lse, delta, dquery, own.chunk, shape, scale)
+            ready = prepare(ids, counts, kv.shape[0], own.first, own.rows)
+            for chunk in own.chunks():
+                launch_dquery(call, ready, chunk)
+                launch_union(grad_out, query, call.buffers, chunk, shape, call.to_union)
+                if tiles == 1:
+                    launch_dense(call, ready, chunk)
+                launch_direct(grad_out, query, call.buffers, chunk, shape, skip_dense=tiles == 1)
+                launch_segments(call.buffers, dkv, chunk, shape)
         if sink is not None:
             dsink = sink_gradient(sink, lse[:, :heads], delta[:, :heads])
     return dquery[:, :heads].contiguous(), dkv, dsink
 
 
-def launch_dquery(
-    grad_out: Tensor, query: Tensor, kv: Tensor, ready: Prepared, lse: Tensor, delta: Tensor, dquery: Tensor,
-    prob: Tensor, dscore: Tensor, scale: float,
-) -> None:  # fmt: skip
-    """Query gradient of a chunk, and its P and dS."""
-    rows, heads, width = query.shape
-    tiles, rope = heads // HEADS, width > VALUE
-    narrow = (query, 64) if rope else (query, 128)
-    dquery_kernel[(rows * tiles,)](
-        _rows(query, 128), _rows(*narrow), _rows(grad_out, 128), _rows(dquery, 128), _rows(dquery, narrow[1]),
-        _rows(prob, 64), _rows(dscore, 64), kv, ready.ids, ready.limit, lse, delta, 0, scale, scale * LOG2E,
-        K=ready.ids.shape[1], HT=tiles, ROPE=rope, R1=232, R2=32, num_warps=4,
+def _blocks_of(ids: Tensor) -> Tensor:
+    """ids with whole blocks of slots."""
+    missing = -ids.shape[1] % BLOCK
+    return pad(ids, (0, missing), value=-1) if missing else ids.contiguous()
+
+
+def launch_dquery(call: Call, ready: Prepared, chunk: Chunk) -> None:
+    """Query gradient of a chunk, and its P and dS. ready: of the chunk's plan."""
+    tiles, window = call.query.shape[1] // HEADS, chunk.window
+    dquery_kernel[(chunk.rows * tiles,)](
+        *call.to_dquery, call.kv, ready.ids[window], ready.limit[window], call.lse, call.delta, chunk.first,
+        call.scale, call.scale * LOG2E, K=ready.ids.shape[1], HT=tiles, ROPE=call.shape.rope > 0, R1=232, R2=32,
+        num_warps=4,
     )  # fmt: skip
 
 
-def launch_dense(
-    grad_out: Tensor, query: Tensor, ready: Prepared, prob: Tensor, dscore: Tensor, part: Tensor, plan: ChunkPlan
-) -> None:
+def launch_dense(call: Call, ready: Prepared, chunk: Chunk) -> None:
     """Partial rows of the groups that share nothing, for 64 heads."""
-    items, rope = query.shape[0] * 2, query.shape[2] > VALUE
-    dense_kernel[(min(items, compute_units(query.device)),)](
-        _rows(query, 256), _rows(query, 32), _rows(grad_out, 256), _rows(prob, 64), _rows(dscore, 64),
-        _rows(part, 256), _rows(part, 32), ready.limit, plan.mode, items, 0, K=ready.ids.shape[1], ROPE=rope,
-        GROUP=GROUP, R1=224, R2=40, num_warps=4,
+    window = chunk.window
+    dense_kernel[(chunk.rows * 2,)](
+        *call.to_dense, ready.limit[window], chunk.plan.mode[chunk.groups], chunk.first,
+        K=ready.ids.shape[1], ROPE=call.shape.rope > 0, GROUP=GROUP, R1=224, R2=40, num_warps=4,
     )  # fmt: skip

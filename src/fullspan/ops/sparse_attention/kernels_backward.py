@@ -110,70 +110,94 @@ def dquery_kernel(
 @triton.jit
 @no_type_check
 def _partial(
-    acc, acr, QUERY, GRAD, PROB, DSCORE, i, tile, slots, ok, cc, cr,
+    acc, acr, QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, i, tile, slots, ok, c0, r0,
     HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr, HB: tl.constexpr,
-    BN: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc, acr += dS^T q + P^T grad over one tile of heads of row i, for `slots` of PROB and DSCORE."""
+    """acc, acr += dS^T q + P^T grad over one tile of heads of row i, for `slots` of PROB and DSCORE.
+
+    Columns c0 .. c0 + BN of the values, r0 .. r0 + BR of the rope. TMA: QUERY, QUERY_ROPE and GRAD are tensor descriptors.
+    """
     D: tl.constexpr = DV + DR
     h = tile * HB + tl.arange(0, HB)
-    hm = (h < HEADS) | (HEADS % HB == 0)
-    cm = hm[:, None] & ((cc < DV) | (DV % BN == 0))[None, :]
     at = slots.to(tl.int64)[:, None] * HP + h[None, :]
     s = tl.load(DSCORE + at, mask=ok[:, None], other=0.0)
     p = tl.load(PROB + at, mask=ok[:, None], other=0.0)
-    qp = QUERY + (i.to(tl.int64) * HEADS + h)[:, None] * D
-    q = tl.load(qp + cc[None, :], mask=cm, other=0.0)
-    gp = GRAD + (i.to(tl.int64) * HEADS + h)[:, None] * DV
-    grad = tl.load(gp + cc[None, :], mask=cm, other=0.0)
-    acc = tl.dot(s, q, acc, input_precision=PRECISION)
-    if DR > 0:
-        qr = tl.load(qp + cr[None, :], mask=hm[:, None] & ((cr < D) | (DR % BR == 0))[None, :], other=0.0)
-        acr = tl.dot(s, qr, acr, input_precision=PRECISION)
-    acc = tl.dot(p, grad, acc, input_precision=PRECISION)
+    if TMA:
+        row = i * HP + tile * HB
+        q = QUERY.load([row, c0])
+        grad = GRAD.load([row, c0])
+        acc = tl.dot(s, q, acc)
+        if DR > 0:
+            acr = tl.dot(s, QUERY_ROPE.load([row, r0]), acr)
+        acc = tl.dot(p, grad, acc)
+    else:
+        hm = (h < HEADS) | (HEADS % HB == 0)
+        cc = c0 + tl.arange(0, BN)
+        cm = hm[:, None] & ((cc < DV) | (DV % BN == 0))[None, :]
+        qp = QUERY + (i.to(tl.int64) * HEADS + h)[:, None] * D
+        gp = GRAD + (i.to(tl.int64) * HEADS + h)[:, None] * DV
+        q = tl.load(qp + cc[None, :], mask=cm, other=0.0)
+        grad = tl.load(gp + cc[None, :], mask=cm, other=0.0)
+        acc = tl.dot(s, q, acc, input_precision=PRECISION)
+        if DR > 0:
+            cr = r0 + tl.arange(0, BR)
+            rm = hm[:, None] & ((cr < D) | (DR % BR == 0))[None, :]
+            qr = tl.load(qp + cr[None, :], mask=rm, other=0.0)
+            acr = tl.dot(s, qr, acr, input_precision=PRECISION)
+        acc = tl.dot(p, grad, acc, input_precision=PRECISION)
     return acc, acr
 
 
 @triton.jit
 @no_type_check
+def _store_partial(
+    acc, acr, PART, slots, ok, c0, r0, DV: tl.constexpr, DR: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr
+):  # fmt: skip
+    """Partial rows at `slots`."""
+    D: tl.constexpr = DV + DR
+    pp = PART + slots.to(tl.int64)[:, None] * D
+    cc = c0 + tl.arange(0, BN)
+    cm = ((cc < DV) | (DV % BN == 0))[None, :]
+    tl.store(pp + cc[None, :], acc.to(PART.dtype.element_ty), mask=ok[:, None] & cm)
+    if DR > 0:
+        cr = r0 + tl.arange(0, BR)
+        rm = ((cr < D) | (DR % BR == 0))[None, :]
+        tl.store(pp + cr[None, :], acr.to(PART.dtype.element_ty), mask=ok[:, None] & rm)
+
+
+@triton.jit
+@no_type_check
 def union_kernel(
-    QUERY, GRAD, PROB, DSCORE, ROWS, ACTIVE, ACTIVE_COUNT, PART, row0, part0, parts,
-    HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr, HB: tl.constexpr,
-    GROUP: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, SLOTS, FIRST, ACTIVE, ACTIVE_COUNT, PART, row0,
+    HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr,
+    HB: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BR: tl.constexpr, TILES: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM shared keys of one group x BN value columns (and their share of the rope columns), summed over the group's rows.
 
     Program: (group, block of keys, column tile), the column tile fastest. Blocks past the group's last have no active row.
     """
     HT: tl.constexpr = HP // HB
-    D: tl.constexpr = DV + DR
     pid = tl.program_id(0)
     b = pid // TILES
-    t = pid % TILES
     active = tl.load(ACTIVE_COUNT + b)
     if active == 0:
         return
+    c0 = (pid % TILES) * BN
+    r0 = DV + (pid % TILES) * BR
     g = b // BLOCKS
     mm = tl.arange(0, BM)
-    cc = t * BN + tl.arange(0, BN)
-    cr = DV + t * BR + tl.arange(0, BR)
     acc = tl.zeros([BM, BN], tl.float32)
     acr = tl.zeros([BM, BR], tl.float32)
     for e in tl.range(0, active * HT, num_stages=STAGES):
-        own = tl.load(ACTIVE + b * GROUP + e // HT)
-        slots = tl.load(ROWS + (b.to(tl.int64) * GROUP + own) * BM + mm)
-        i = row0 + g * GROUP + own
+        i = row0 + g * GROUP + tl.load(ACTIVE + b * GROUP + e // HT)
+        slots = tl.load(SLOTS + (b.to(tl.int64) * GROUP + e // HT) * BM + mm)
         acc, acr = _partial(
-            acc, acr, QUERY, GRAD, PROB, DSCORE, i, e % HT, slots, slots >= 0, cc, cr,
-            HEADS, DV, DR, HP, HB, BN, BR, PRECISION,
+            acc, acr, QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, i, e % HT, slots, slots >= 0, c0, r0, HEADS, DV, DR, HP, HB, BN, BR, TMA, PRECISION,
         )  # fmt: skip
-    at = part0 + (b.to(tl.int64) * BM + mm)
-    pp = PART + at[:, None] * D
-    ok = (at < parts)[:, None]
-    tl.store(pp + cc[None, :], acc.to(PART.dtype.element_ty), mask=ok & ((cc < DV) | (DV % BN == 0))[None, :])
-    if DR > 0:
-        tl.store(pp + cr[None, :], acr.to(PART.dtype.element_ty), mask=ok & ((cr < D) | (DR % BR == 0))[None, :])
+    to = tl.load(FIRST + b.to(tl.int64) * BM + mm)
+    _store_partial(acc, acr, PART, to, to >= 0, c0, r0, DV, DR, BN, BR)
 
 
 @triton.jit
@@ -184,73 +208,75 @@ def direct_kernel(
     HB: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
     TILES: tl.constexpr, SKIP_DENSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One partial row per (row, slot) for keys that few rows of the group share, at PART[row * TOPK + slot].
+    """One partial row per (row, slot) for keys that few rows of the group share.
 
     SKIP_DENSE: groups without any shared key (mode 0) are another kernel's work.
     """
     HT: tl.constexpr = HP // HB
-    D: tl.constexpr = DV + DR
     pid = tl.program_id(0)
     c = pid // TILES
-    t = pid % TILES
     n = tl.load(DIRECT_COUNT + c)
     if SKIP_DENSE and tl.load(MODE + c // GROUP) == 0:
         n = 0
     if n == 0:
         return
+    c0 = (pid % TILES) * BN
+    r0 = DV + (pid % TILES) * BR
     mm = tl.arange(0, BM)
-    cc = t * BN + tl.arange(0, BN)
-    cr = DV + t * BR + tl.arange(0, BR)
     for j in tl.range(0, n, BM, num_stages=STAGES):
         ok = j + mm < n
-        slots = c * TOPK + tl.load(DIRECT + c.to(tl.int64) * TOPK + j + mm, mask=ok, other=0)
+        slot = tl.load(DIRECT + c.to(tl.int64) * TOPK + j + mm, mask=ok, other=0).to(tl.int32)
         acc = tl.zeros([BM, BN], tl.float32)
         acr = tl.zeros([BM, BR], tl.float32)
         for tile in tl.static_range(HT):
             acc, acr = _partial(
-                acc, acr, QUERY, GRAD, PROB, DSCORE, row0 + c, tile, slots, ok, cc, cr,
-                HEADS, DV, DR, HP, HB, BN, BR, PRECISION,
+                acc, acr, QUERY, QUERY, GRAD, PROB, DSCORE, row0 + c, tile, c * TOPK + slot, ok, c0, r0,
+                HEADS, DV, DR, HP, HB, BN, BR, False, PRECISION,
             )  # fmt: skip
-        pp = PART + slots.to(tl.int64)[:, None] * D
-        tl.store(pp + cc[None, :], acc.to(PART.dtype.element_ty), mask=ok[:, None] & ((cc < DV) | (DV % BN == 0))[None, :])
-        if DR > 0:
-            tl.store(pp + cr[None, :], acr.to(PART.dtype.element_ty), mask=ok[:, None] & ((cr < D) | (DR % BR == 0))[None, :])
+        _store_partial(acc, acr, PART, c * TOPK + slot, ok, c0, r0, DV, DR, BN, BR)
 
 
 @triton.jit
 @no_type_check
 def segment_kernel(
-    PART, ORDER, START, DKV, DV: tl.constexpr, DR: tl.constexpr, DVP: tl.constexpr,
-    DRP: tl.constexpr, R: tl.constexpr, ADD: tl.constexpr,
+    PART, ORDER, START, DKV, pack, DV: tl.constexpr, DR: tl.constexpr, DVP: tl.constexpr,
+    DRP: tl.constexpr, KEYS: tl.constexpr, R: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """One program per key: adds its partial rows in the order of the plan, R at a time. ADD: to what DKV already holds."""
+    """KEYS keys a program, one after the other: adds a key's partial rows in the plan's order, R at a time.
+
+    ADD: to what DKV already holds, so that keys without partial rows are passed over.
+    """
     D: tl.constexpr = DV + DR
-    k = tl.program_id(0)
-    a = tl.load(START + k)
-    b = tl.load(START + k + 1)
-    if ADD and a == b:
+    k0 = tl.program_id(0) * KEYS
+    last = tl.minimum(k0 + KEYS, pack)
+    if ADD and tl.load(START + k0) == tl.load(START + last):
         return
     rr = tl.arange(0, R)
     v = tl.arange(0, DVP)
-    o = DKV + k.to(tl.int64) * D
     vm = (v < DV) | (DV == DVP)
-    acc = tl.zeros([DVP], tl.float32)
-    if ADD:
-        acc = tl.load(o + v, mask=vm, other=0.0)
     if DRP > 0:
         r = tl.arange(0, DRP)
         rm = (r < DR) | (DR == DRP)
-        acr = tl.zeros([DRP], tl.float32)
-        if ADD:
-            acr = tl.load(o + DV + r, mask=rm, other=0.0)
-    for j in range(a, b, R):
-        ok = (j + rr) < b
-        row = tl.load(ORDER + j + rr, mask=ok, other=0).to(tl.int64) * D
-        x = tl.load(PART + row[:, None] + v[None, :], mask=ok[:, None] & vm[None, :], other=0.0)
-        acc += tl.sum(x.to(tl.float32), 0)
-        if DRP > 0:
-            y = tl.load(PART + row[:, None] + DV + r[None, :], mask=ok[:, None] & rm[None, :], other=0.0)
-            acr += tl.sum(y.to(tl.float32), 0)
-    tl.store(o + v, acc, mask=vm)
-    if DRP > 0:
-        tl.store(o + DV + r, acr, mask=rm)
+    for k in range(k0, last):
+        a = tl.load(START + k)
+        b = tl.load(START + k + 1)
+        if (not ADD) or (a < b):
+            o = DKV + (k + tl.full([], 0, tl.int64)) * D  # the interpreter's loop variable is a plain int
+            acc = tl.zeros([DVP], tl.float32)
+            if ADD:
+                acc = tl.load(o + v, mask=vm, other=0.0)
+            if DRP > 0:
+                acr = tl.zeros([DRP], tl.float32)
+                if ADD:
+                    acr = tl.load(o + DV + r, mask=rm, other=0.0)
+            for j in range(a, b, R):
+                ok = (j + rr) < b
+                row = tl.load(ORDER + j + rr, mask=ok, other=0).to(tl.int64) * D
+                x = tl.load(PART + row[:, None] + v[None, :], mask=ok[:, None] & vm[None, :], other=0.0)
+                acc += tl.sum(x.to(tl.float32), 0)
+                if DRP > 0:
+                    y = tl.load(PART + row[:, None] + DV + r[None, :], mask=ok[:, None] & rm[None, :], other=0.0)
+                    acr += tl.sum(y.to(tl.float32), 0)
+            tl.store(o + v, acc, mask=vm)
+            if DRP > 0:
+                tl.store(o + DV + r, acr, mask=rm)

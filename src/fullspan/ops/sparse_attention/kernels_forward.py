@@ -56,8 +56,11 @@ def forward_kernel(
     m = tl.full([HB], -1e30, tl.float32)
     total = tl.zeros([HB], tl.float32)
     acc = tl.zeros([HB, DVP], tl.float32)
+    # ids are a block ahead, so that the addresses of a gather never wait for them
+    ahead = tl.load(IDS + i * TOPK + kk, mask=kk < n, other=-1)
     for t in tl.range(0, n, BK, num_stages=STAGES):
-        ids = tl.load(IDS + i * TOPK + t + kk, mask=t + kk < n, other=-1)
+        ids = ahead
+        ahead = tl.load(IDS + i * TOPK + t + BK + kk, mask=t + BK + kk < n, other=-1)
         ok = (ids >= 0) & (ids < pack)
         kp = KV + tl.where(ok, ids, 0).to(tl.int64)[:, None] * D
         # the mask keeps rows that no id selects out: row 0 may hold anything
@@ -66,10 +69,10 @@ def forward_kernel(
         if DRP > 0:
             kr = tl.load(kp + DV + r[None, :], mask=ok[:, None] & rm[None, :], other=0.0)
             s = tl.dot(qr, tl.trans(kr), s, input_precision=PRECISION)
-        s = tl.where(ok[None, :], s * scale_log2, -1e30)
-        mn = tl.maximum(m, tl.max(s, 1))
+        s = tl.where(ok[None, :], s * scale_log2, float("-inf"))
+        mn = tl.maximum(m, tl.max(s, 1))  # finite: m starts so
         a = tl.exp2(m - mn)
-        p = tl.where(ok[None, :], tl.exp2(s - mn[:, None]), 0.0)
+        p = tl.exp2(s - mn[:, None])
         total = total * a + tl.sum(p, 1)
         acc = acc * a[:, None]
         acc = tl.dot(p.to(kn.dtype), kn, acc, input_precision=PRECISION)

@@ -3,7 +3,7 @@
 dquery_kernel, one (row, 64 heads) a program: warpgroup 0 computes S^T = K q^T, P and half of dQ; warpgroup 1 dP^T = V dO^T, dS and
 the other half with the rope columns; four producer warps gather K with cp.async into five column chunks, each refilled as soon as
 its last product is done. P and dS leave as rows of heads, one per (row, slot), by TMA.
-dense_kernel, for groups that share no key: one partial row of dKV per slot; persistent, P and dS by TMA, two warpgroups in turn.
+dense_kernel, for groups that share no key: one partial row of dKV per slot; P and dS by TMA, two warpgroups in turn.
 Ids come from kernels_hopper_forward.prepare_kernel, so only selected keys are fetched. Widths: 512 value columns, with or without 64
 rope columns. `t >> 20` is a zero that the compiler does not know: matrix descriptors are then neither hoisted nor spilled.
 Left out: the shared and direct partial rows and their sum (kernels_backward.py serves both backends), launching
@@ -244,94 +244,60 @@ def dquery_kernel(QD, QRD, DOD, DQD, DQRD, PD, SD, KV, IDS, LIMIT, LSE, DELTA, q
 
 @gluon.jit
 @no_type_check
-def _slots_of(item, LIMIT, MODE, GROUP: gl.constexpr):
-    """Slots of a (row, column half); 0 where the row's group shares keys, which is other kernels' work."""
-    c = item // 2
-    dense = gl.load(MODE + c // GROUP) == 0
-    return gl.where(dense, gl.load(LIMIT + c), 0)
-
-
-@gluon.jit
-@no_type_check
-def _dense_math(OD, ORD, LIMIT, MODE, items, q, qr, do, pp, ss, o, orr, qfull, qfree, full, free, WG: gl.constexpr, K: gl.constexpr,
-                ROPE: gl.constexpr, GROUP: gl.constexpr):
+def _dense_math(OD, ORD, n, row0, half, q, qr, do, pp, ss, o, orr, qbar, full, free, WG: gl.constexpr, ROPE: gl.constexpr):
     """Warpgroup WG takes every second block of 64 slots."""
     MW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     MR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    b0 = 0
-    live = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        nb = (_slots_of(item, LIMIT, MODE, GROUP) + 63) // 64
-        if nb > 0:
-            half = item % 2
-            row0 = item // 2 * K
-            mbarrier.wait(qfull, live & 1)
-            for t in range((b0 ^ WG) & 1, nb, 2):
-                st = (b0 + t) % STAGES
-                z = gl.zeros([64, 256], gl.float32, MW)
-                mbarrier.wait(full.index(st), ((b0 + t) // STAGES) & 1)
-                g = warpgroup_mma(ss.index(st), q, z, use_acc=False, is_async=True)
-                if ROPE:
-                    zr = gl.zeros([64, 32], gl.float32, MR)
-                    gr = warpgroup_mma(ss.index(st), qr, zr, use_acc=False, is_async=True)
-                g = warpgroup_mma(pp.index(st), do, g, is_async=True)
-                tma.store_wait(0)
-                gl.thread_barrier()
-                if ROPE:
-                    g, gr = warpgroup_mma_wait(0, deps=(g, gr))
-                else:
-                    g = warpgroup_mma_wait(0, deps=(g,))
-                gl.thread_barrier()
-                mbarrier.arrive(free.index(st))
-                o.index(WG).store(g.to(gl.bfloat16))
-                if ROPE:
-                    orr.index(WG).store(gr.to(gl.bfloat16))
-                fence_async_shared()
-                gl.thread_barrier()
-                tma.async_copy_shared_to_global(OD, [row0 + t * 64, half * 256], o.index(WG))
-                if ROPE:
-                    tma.async_copy_shared_to_global(ORD, [row0 + t * 64, 512 + half * 32], orr.index(WG))
-            gl.thread_barrier()
-            mbarrier.arrive(qfree)
-            b0 += nb
-            live += 1
+    for t in range(WG * 64, n, 128):
+        j = t // 64
+        st = j % STAGES
+        z = gl.zeros([64, 256], gl.float32, MW)
+        mbarrier.wait(qbar, 0)
+        mbarrier.wait(full.index(st), (j // STAGES) & 1)
+        g = warpgroup_mma(ss.index(st), q, z, use_acc=False, is_async=True)
+        if ROPE:
+            zr = gl.zeros([64, 32], gl.float32, MR)
+            gr = warpgroup_mma(ss.index(st), qr, zr, use_acc=False, is_async=True)
+        g = warpgroup_mma(pp.index(st), do, g, is_async=True)
+        tma.store_wait(0)
+        gl.thread_barrier()
+        if ROPE:
+            g, gr = warpgroup_mma_wait(0, deps=(g, gr))
+        else:
+            g = warpgroup_mma_wait(0, deps=(g,))
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(st))
+        o.index(WG).store(g.to(gl.bfloat16))
+        if ROPE:
+            orr.index(WG).store(gr.to(gl.bfloat16))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(OD, [row0 + t, half * 256], o.index(WG))
+        if ROPE:
+            tma.async_copy_shared_to_global(ORD, [row0 + t, 512 + half * 32], orr.index(WG))
     tma.store_wait(0)
 
 
 @gluon.jit
 @no_type_check
-def _dense_load(QD, QRD, DOD, PD, SD, LIMIT, MODE, items, q0, q, qr, do, pp, ss, qfull, qfree, full, free, K: gl.constexpr,
-                ROPE: gl.constexpr, GROUP: gl.constexpr):
-    """One warp: the row's query and output gradient, then P and dS tiles into a ring."""
-    b0 = 0
-    live = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        nb = (_slots_of(item, LIMIT, MODE, GROUP) + 63) // 64
-        if nb > 0:
-            half = item % 2
-            c = item // 2
-            i = (c + q0) * 64
-            mbarrier.wait(qfree, (live & 1) ^ 1)
-            mbarrier.expect(qfull, 64 * (256 + 256 + (32 if ROPE else 0)) * 2)
-            tma.async_copy_global_to_shared(QD, [i, half * 256], qfull, q)
-            tma.async_copy_global_to_shared(DOD, [i, half * 256], qfull, do)
-            if ROPE:
-                tma.async_copy_global_to_shared(QRD, [i, 512 + half * 32], qfull, qr)
-            for t in range(0, nb):
-                st = (b0 + t) % STAGES
-                mbarrier.wait(free.index(st), (((b0 + t) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(st), 64 * 64 * 2 * 2)
-                tma.async_copy_global_to_shared(SD, [c * K + t * 64, 0], full.index(st), ss.index(st))
-                tma.async_copy_global_to_shared(PD, [c * K + t * 64, 0], full.index(st), pp.index(st))
-            b0 += nb
-            live += 1
+def _dense_load(PD, SD, n, row0, pp, ss, full, free):
+    """One warp: P and dS tiles by TMA into a ring."""
+    for t in range(0, n, 64):
+        j = t // 64
+        st = j % STAGES
+        mbarrier.wait(free.index(st), ((j // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(st), 64 * 64 * 2 * 2)
+        tma.async_copy_global_to_shared(SD, [row0 + t, 0], full.index(st), ss.index(st))
+        tma.async_copy_global_to_shared(PD, [row0 + t, 0], full.index(st), pp.index(st))
 
 
 @gluon.jit
 @no_type_check
-def dense_kernel(QD, QRD, DOD, PD, SD, OD, ORD, LIMIT, MODE, items, q0, K: gl.constexpr, ROPE: gl.constexpr, GROUP: gl.constexpr,
+def dense_kernel(QD, QRD, DOD, PD, SD, OD, ORD, LIMIT, MODE, q0, K: gl.constexpr, ROPE: gl.constexpr, GROUP: gl.constexpr,
                  R1: gl.constexpr, R2: gl.constexpr):
-    """One partial row per slot of rows whose group shares nothing, 64 heads. `items`: (row of the chunk, column half)."""
+    """One partial row per slot of a row whose group shares nothing, 64 heads. Program: (row of the chunk, column half)."""
+    c = gl.program_id(0) // 2
+    half = gl.program_id(0) % 2
     q = gl.allocate_shared_memory(gl.bfloat16, [64, 256], SWIZZLE_128)
     do = gl.allocate_shared_memory(gl.bfloat16, [64, 256], SWIZZLE_128)
     qr = gl.allocate_shared_memory(gl.bfloat16, [64, 32], SWIZZLE_64)
@@ -339,20 +305,26 @@ def dense_kernel(QD, QRD, DOD, PD, SD, OD, ORD, LIMIT, MODE, items, q0, K: gl.co
     ss = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], SWIZZLE_128)
     o = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], SWIZZLE_128)
     orr = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 32], SWIZZLE_64)
-    qfull = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    qfree = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    qbar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(qfull, count=1)
-    mbarrier.init(qfree, count=2)
+    mbarrier.init(qbar, count=1)
     for b in gl.static_range(STAGES):
         mbarrier.init(full.index(b), count=1)
         mbarrier.init(free.index(b), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    n = gl.where(gl.load(MODE + c // GROUP) == 0, gl.load(LIMIT + c), 0)
+    if n > 0:
+        i = (c + q0) * 64
+        mbarrier.expect(qbar, 64 * (256 + 256 + (32 if ROPE else 0)) * 2)
+        tma.async_copy_global_to_shared(QD, [i, half * 256], qbar, q)
+        tma.async_copy_global_to_shared(DOD, [i, half * 256], qbar, do)
+        if ROPE:
+            tma.async_copy_global_to_shared(QRD, [i, 512 + half * 32], qbar, qr)
     # the tuples are written out: a tuple bound to a name loses its compile-time values
     gl.warp_specialize([
-        (_dense_math, (OD, ORD, LIMIT, MODE, items, q, qr, do, pp, ss, o, orr, qfull, qfree, full, free, gl.constexpr(0), K, ROPE, GROUP)),
-        (_dense_math, (OD, ORD, LIMIT, MODE, items, q, qr, do, pp, ss, o, orr, qfull, qfree, full, free, gl.constexpr(1), K, ROPE, GROUP)),
-        (_dense_load, (QD, QRD, DOD, PD, SD, LIMIT, MODE, items, q0, q, qr, do, pp, ss, qfull, qfree, full, free, K, ROPE, GROUP)),
+        (_dense_math, (OD, ORD, n, c * K, half, q, qr, do, pp, ss, o, orr, qbar, full, free, gl.constexpr(0), ROPE)),
+        (_dense_math, (OD, ORD, n, c * K, half, q, qr, do, pp, ss, o, orr, qbar, full, free, gl.constexpr(1), ROPE)),
+        (_dense_load, (PD, SD, n, c * K, pp, ss, full, free)),
     ], [4, 1], [R1, R2])

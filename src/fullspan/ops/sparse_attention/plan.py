@@ -1,9 +1,10 @@
-"""Host side of the backward's plan (see kernels_plan.py): how many rows make a chunk, its buffers, and the launches.
+"""Host side of the backward's plan (see kernels_plan.py): how many rows go together, buffers, launches.
 
-A plan depends on ids and counts alone, so layers that share a selection may share it. Nothing here waits for the device:
-every buffer has the size of its worst case.
+A plan depends on ids and counts alone, so layers that share a selection may share it. Nothing here waits
+for the device: every buffer has the size of its worst case.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,93 +22,170 @@ GROUP = 16  # neighbouring rows whose common keys are summed together; a bit of 
 BLOCK = 128  # shared keys of one block
 FEW_DIRECT = 64  # fewer direct pairs than this a row are not worth a kernel of their own
 DENSE = 0.9  # a group with a greater share of direct pairs shares nothing
-MOST_ROWS = 16384  # a plan word counts 15 bits of partial rows a key
-MOST_TOPK = 8192
+MOST_ROWS = 16384  # of a chunk: a plan word counts 15 bits of partial rows a key
+TABLE_SHARE = 8  # the table of a plan takes at most this part of the workspace
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkPlan:
-    """The plan of rows [first, first + rows). Sizes: groups = rows / GROUP up, width = shared keys of a group at most.
+class Plan:
+    """The plan of rows [first, first + rows) in chunks of `chunk` rows (a multiple of GROUP).
 
-    order: partial rows, key after key; start: where each key's begin, one more than keys. slots [groups, width / BLOCK,
-    GROUP, BLOCK]: slot of (row, shared key) or -1; active, active_count: rows of a block. direct, direct_count: slots of
-    each row that are direct. mode: 0 where a group shares nothing.
+    width: shared keys of a group at most. order: partial rows, chunk after chunk and key after key; start
+    [chunks * keys + 1]: where each key's begin. slots [groups, width / BLOCK, GROUP, BLOCK]: the chunk's
+    slot of (active row, shared key) or -1; leader: partial row of each shared key; active, active_count: rows of a block.
+    direct, direct_count: slots of each row that are direct. mode: 0 where a group shares nothing.
     """
 
     first: int
     rows: int
+    chunk: int
     width: int
     order: Int32[Tensor, "pairs"]
     start: Int32[Tensor, "bounds"]
     slots: Int32[Tensor, "groups blocks group block"]
+    leader: Int32[Tensor, "groups width"]
     active: Int32[Tensor, "groups blocks group"]
     active_count: Int32[Tensor, "groups blocks"]
-    direct: Int32[Tensor, "chunk topk"]
-    direct_count: Int32[Tensor, "chunk"]
+    direct: Tensor
+    direct_count: Int32[Tensor, "rows"]
     mode: Int32[Tensor, "groups"]
 
-
-def shared_width(topk: int) -> int:
-    """Shared keys that a group can have: each has GROUP / 2 of its GROUP * topk pairs."""
-    return max(2 * triton.next_power_of_2(topk), BLOCK)
-
-
-def partial_rows(rows: int, topk: int) -> int:
-    """Partial rows of a chunk at most: one a slot, and the shared keys of every group behind them."""
-    return rows * topk + -(-rows // GROUP) * shared_width(topk)
+    def chunks(self) -> list["Chunk"]:
+        """Its chunks, in order."""
+        starts = range(0, self.rows, self.chunk)
+        return [Chunk(self, at, min(self.chunk, self.rows - at)) for at in starts]
 
 
-def bytes_per_row(topk: int, pack: int, qk: int, heads: int, itemsize: int) -> int:
-    """Workspace of the backward for one more row of a chunk: P, dS, partial rows, plan."""
-    width = shared_width(topk)
-    partial = (topk + width / GROUP) * qk * itemsize
-    plan = 4 * (2 * topk + width + 3 * width / GROUP + pack / GROUP) + 64
-    return int(2 * topk * heads * itemsize + partial + plan)
+@dataclass(frozen=True)
+class Chunk:
+    """Rows [at, at + rows) of a plan."""
+
+    plan: Plan
+    at: int
+    rows: int
+
+    @property
+    def groups(self) -> slice:
+        """Its groups within the plan."""
+        return slice(self.at // GROUP, -(-(self.at + self.rows) // GROUP))
+
+    @property
+    def window(self) -> slice:
+        """Its rows within the plan."""
+        return slice(self.at, self.at + self.rows)
+
+    @property
+    def first(self) -> int:
+        """Its first row within the call."""
+        return self.plan.first + self.at
+
+    def start(self, pack: int) -> Tensor:
+        """Where each key's partial rows begin in the plan's order, [pack + 1]."""
+        begin = self.at // self.plan.chunk * pack
+        return self.plan.start[begin : begin + pack + 1]
 
 
-def chunk_rows(
-    rows: int, topk: int, pack: int, qk: int, heads: int, itemsize: int, workspace: int, units: int
-) -> int:
-    """Rows of a chunk that fit `workspace` bytes; whole rounds of the device's `units` where possible, and at least GROUP."""
-    fit = (workspace - 8 * pack) // bytes_per_row(topk, pack, qk, heads, itemsize)
-    fit = min(fit, MOST_ROWS, rows, (2**31 - 1) // (topk * heads))
-    if fit < rows and fit >= units:
-        return fit // units * units
-    return max(fit, min(rows, GROUP))
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What decides the memory of a backward. heads: padded. units: multiprocessors; tiles: programs a row."""
+
+    topk: int
+    pack: int
+    qk: int
+    heads: int
+    itemsize: int
+    units: int
+    tiles: int = 1
+
+    @property
+    def width(self) -> int:
+        """Shared keys that a group can have: each has GROUP / 2 of its GROUP * topk pairs."""
+        return max(2 * triton.next_power_of_2(self.topk), BLOCK)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of a chunk: P, dS and partial rows."""
+        return self.topk * (2 * self.heads + self.qk) * self.itemsize
+
+    @property
+    def plan_row_bytes(self) -> int:
+        """Of a row of a plan, its table aside."""
+        return 6 * self.topk + 4 * self.width + (4 * 4 * self.width + 256) // GROUP + 16
+
+
+@functools.lru_cache(maxsize=64)
+def choose_rows(sizes: Sizes, rows: int, workspace: int) -> tuple[int, int]:
+    """Rows of a plan and of a chunk that fit `workspace` bytes; at least GROUP, whatever it holds.
+
+    A chunk costs its rounds over the multiprocessors and about one more, so the last rounds of chunks
+    should be full.
+    """
+    table = 4 * sizes.pack // GROUP  # bytes of a row of a plan
+    whole = -(-rows // GROUP) * GROUP
+    span = min(max(workspace // TABLE_SHARE // table // GROUP * GROUP, GROUP), whole)
+    while True:
+        room = workspace - span * (table + sizes.plan_row_bytes)
+        most = min(span, MOST_ROWS, (2**31 - 1) // (sizes.topk * sizes.heads))
+        fit = min(room // sizes.row_bytes, most) // GROUP * GROUP
+        bounds = 8 * sizes.pack * -(-span // max(fit, GROUP))  # of every chunk of the plan
+        fit = min((room - bounds) // sizes.row_bytes, most) // GROUP * GROUP
+        if fit >= min(span, 4 * GROUP) or span <= GROUP:
+            break
+        span = max(GROUP, span // 2 // GROUP * GROUP)
+
+    def cost(chunk: int) -> tuple[int, int]:
+        rounds = -(-chunk * sizes.tiles // sizes.units)
+        return -(-span // chunk) * (rounds + 1), -chunk
+
+    chunk = min(range(GROUP, max(fit, GROUP) + 1, GROUP), key=cost)
+    return (span if span == whole else span // chunk * chunk), chunk
 
 
 def build_plan(
-    ids: Int32[Tensor, "rows topk"], counts: Int32[Tensor, "rows"], *, pack: int, first: int, rows: int, share: bool
-) -> ChunkPlan:
+    ids: Int32[Tensor, "rows topk"],
+    counts: Int32[Tensor, "rows"],
+    *,
+    pack: int,
+    first: int,
+    rows: int,
+    chunk: int,
+    share: bool = True,
+) -> Plan:
     """Plan of rows [first, first + rows) over `pack` keys. share False: every pair direct."""
-    topk, groups = ids.shape[1], -(-rows // GROUP)
-    width = shared_width(topk)
+    assert chunk % GROUP == 0, chunk
+    topk, groups, chunks = ids.shape[1], -(-rows // GROUP), -(-rows // chunk)
+    width = max(2 * triton.next_power_of_2(topk), BLOCK)
     blocks = width // BLOCK
 
-    def new(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=ids.device)
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=ids.device)
 
     table = new(groups, pack).zero_()
-    count, mode, scratch = new(pack), new(groups), new(groups, 2, width)
-    active, active_count = new(groups, blocks, GROUP), new(groups, blocks)
-    direct, direct_count, order = new(rows, topk), new(rows), new(rows * topk)
+    mode, scratch, leader = new(groups), new(groups, 3, width), new(groups, width)
+    active, active_count, bits = new(groups, blocks, GROUP), new(groups, blocks), new(groups, blocks)
+    direct, direct_count = new(rows, topk, dtype=torch.int16), new(rows)
     slots = new(groups, blocks, GROUP, BLOCK).fill_(-1)
-    shape = {"TOPK": topk, "KP": triton.next_power_of_2(topk), "GROUP": GROUP}
+    kp = triton.next_power_of_2(topk)
+    shape = {"TOPK": topk, "KP": kp, "GROUP": GROUP}
     mark_kernel[(rows,)](ids, counts, table, first, pack, **shape, num_warps=4)
     share_kernel[(groups,)](
-        ids, counts, table, mode, scratch, active, active_count, first, rows, pack, **shape,
-        SHARE=GROUP // 2 if share else GROUP + 1, FEW=FEW_DIRECT, DENSE=DENSE, WIDTH=width, BM=BLOCK,
-        num_warps=8,
+        ids, counts, table, mode, scratch, leader, active, active_count, bits, first, rows, chunk, pack, **shape,
+        QB=max(1, min(2, 4096 // kp)), SHARE=GROUP // 2 if share else GROUP + 1, FEW=FEW_DIRECT, DENSE=DENSE,
+        WIDTH=width, BM=BLOCK, num_warps=8,
     )  # fmt: skip
-    columns_kernel[(triton.cdiv(pack, 128),)](table, count, groups, pack, GB=16, BK=128, num_warps=4)
-    start = new(pack + 1)
-    start[0] = 0
+    count, start = new(chunks * pack), new(chunks * pack + 1)
+    columns_kernel[(triton.cdiv(pack, 128), chunks)](
+        table, count, groups, chunk // GROUP, pack, GB=16, BK=128, num_warps=4
+    )
+    start[:1].zero_()
     torch.cumsum(count, 0, dtype=torch.int32, out=start[1:])
+    order = new(rows * topk)
     place_kernel[(rows,)](
-        ids, counts, table, mode, start, order, slots, direct, direct_count, first, rows * topk, pack,
-        **shape, WIDTH=width, BM=BLOCK, num_warps=4,
+        ids, counts, table, leader, bits, start, order, slots, direct, direct_count, first, chunk, pack,
+        **shape, WIDTH=width, BM=BLOCK, num_warps=8,
     )  # fmt: skip
-    return ChunkPlan(
-        first=first, rows=rows, width=width, order=order, start=start, slots=slots, active=active,
-        active_count=active_count, direct=direct, direct_count=direct_count, mode=mode,
+    return Plan(
+        first=first, rows=rows, chunk=chunk, width=width, order=order, start=start, slots=slots,
+        leader=leader, active=active, active_count=active_count, direct=direct, direct_count=direct_count,
+        mode=mode,
     )  # fmt: skip

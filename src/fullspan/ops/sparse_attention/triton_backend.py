@@ -4,8 +4,10 @@ Runs on any NVIDIA GPU from sm_80 on, and on a CPU inside Triton's interpreter (
 where a row has no key. Ids of one row must differ (a top-k's do). Deterministic. Left out: autograd and checks (op.py).
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +20,15 @@ from fullspan.ops.sparse_attention.kernels_backward import (
     union_kernel,
 )
 from fullspan.ops.sparse_attention.kernels_forward import forward_kernel
-from fullspan.ops.sparse_attention.plan import BLOCK, GROUP, ChunkPlan, build_plan, chunk_rows, partial_rows
+from fullspan.ops.sparse_attention.plan import (
+    BLOCK,
+    GROUP,
+    Chunk,
+    Plan,
+    Sizes,
+    build_plan,
+    choose_rows,
+)
 from fullspan.shapes import Float, Float32, Int32, Tensor
 
 LOG2E = 1.4426950408889634
@@ -72,6 +82,13 @@ class Shape:
 
     def widths(self) -> dict[str, int]:
         return {"DV": self.value, "DR": self.rope, "DVP": self.value_padded, "DRP": self.rope_padded}
+
+    def fixed(self) -> dict[str, int | str]:
+        """What the kernels of partial rows share."""
+        return {
+            "HEADS": self.heads, "DV": self.value, "DR": self.rope, "HP": self.padded_heads,
+            "HB": self.head_tile, "GROUP": GROUP, "PRECISION": self.precision,
+        }  # fmt: skip
 
     def columns(self) -> dict[str, int]:
         bn = min(self.tiles.columns, self.value_padded)
@@ -159,81 +176,126 @@ def backward(
     scale: float,
     value_dim: int,
     workspace_bytes: int,
+    plan: Plan | None = None,
 ) -> tuple[Float[Tensor, "rows heads qk"], Float32[Tensor, "pack qk"], Float32[Tensor, "heads"]]:
-    """Gradients of query (its dtype), kv (fp32) and sink (fp32, zeros without one); same bits on every run."""
+    """Gradients of query (its dtype), kv (fp32) and sink (fp32, zeros without one); same bits on every run.
+
+    plan: of all rows, where the caller has it already (its chunk then decides the memory).
+    """
     grad_out, query, kv, out = (x.contiguous() for x in (grad_out, query, kv, out))
     ids, counts, lse = ids.contiguous(), counts.contiguous(), lse.contiguous()
     rows, pack, shape = query.shape[0], kv.shape[0], shape_of(query, ids.shape[1], value_dim)
     dquery = torch.empty_like(query)
     dkv = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
     dsink = torch.zeros(shape.heads, dtype=torch.float32, device=query.device)
-    if rows == 0 or shape.topk == 0:
-        return dquery.zero_(), dkv.zero_(), dsink
+    if rows == 0:
+        return dquery, dkv.zero_(), dsink
     with on_device(query):
         delta = row_products(grad_out, out, shape)
-        chunk = chunk_rows(
-            rows, shape.topk, pack, query.shape[2], shape.padded_heads, query.element_size(), workspace_bytes,
-            compute_units(query.device),
-        )  # fmt: skip
-        prob = query.new_empty(chunk * shape.topk, shape.padded_heads)
-        dscore = torch.empty_like(prob)
-        part = query.new_empty(partial_rows(chunk, shape.topk), query.shape[2])
-        for first in range(0, rows, chunk):
-            here = min(chunk, rows - first)
-            plan = build_plan(ids, counts, pack=pack, first=first, rows=here, share=True)
-            launch_dquery(grad_out, query, kv, ids, counts, lse, delta, dquery, prob, dscore, plan, scale, shape)
-            launch_partials(grad_out, query, prob, dscore, part, plan, shape, skip_dense=False)
-            launch_segments(part, dkv, plan, shape, add=first > 0)
+        if plan is None:
+            plans = plans_of(ids, counts, sizes_of(query, kv, shape), workspace_bytes)
+        else:
+            plans = iter([plan])
+        buffers = None
+        for own in plans:
+            buffers = buffers or Buffers.of(query, own.chunk, shape)
+            for chunk in own.chunks():
+                launch_dquery(grad_out, query, kv, ids, counts, lse, delta, dquery, buffers, chunk, scale, shape)
+                launch_union(grad_out, query, buffers, chunk, shape)
+                launch_direct(grad_out, query, buffers, chunk, shape, skip_dense=False)
+                launch_segments(buffers, dkv, chunk, shape)
         if sink is not None:
             dsink = sink_gradient(sink, lse, delta)
     return dquery, dkv, dsink
 
 
-def compute_units(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 elsewhere."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+@dataclass(frozen=True)
+class Buffers:
+    """P and dS of a chunk, [chunk * topk, padded heads], and its partial rows, [chunk * topk, qk]."""
+
+    prob: Tensor
+    dscore: Tensor
+    part: Tensor
+
+    @classmethod
+    def of(cls, query: Tensor, chunk: int, shape: Shape) -> "Buffers":
+        """Room for a chunk of rows."""
+        slots, heads = chunk * shape.topk, shape.padded_heads
+        new = query.new_empty
+        return cls(new(slots, heads), new(slots, heads), new(slots, query.shape[2]))
+
+
+def sizes_of(query: Tensor, kv: Tensor, shape: Shape) -> Sizes:
+    """Sizes of a call."""
+    cuda = query.device.type == "cuda"
+    units = torch.cuda.get_device_properties(query.device).multi_processor_count if cuda else 1
+    return Sizes(
+        topk=shape.topk, pack=kv.shape[0], qk=query.shape[2], heads=shape.padded_heads,
+        itemsize=query.element_size(), units=units, tiles=shape.padded_heads // shape.head_tile,
+    )  # fmt: skip
+
+
+def plans_of(ids: Tensor, counts: Tensor, sizes: Sizes, workspace: int) -> Iterator[Plan]:
+    """Plans of all rows, one after the other, in the workspace."""
+    rows = ids.shape[0]
+    span, chunk = choose_rows(sizes, rows, workspace)
+    for first in range(0, rows, span):
+        here = min(span, rows - first)
+        yield build_plan(ids, counts, pack=sizes.pack, first=first, rows=here, chunk=chunk)
 
 
 def launch_dquery(
     grad_out: Tensor, query: Tensor, kv: Tensor, ids: Tensor, counts: Tensor, lse: Tensor, delta: Tensor,
-    dquery: Tensor, prob: Tensor, dscore: Tensor, plan: ChunkPlan, scale: float, shape: Shape,
+    dquery: Tensor, buffers: Buffers, chunk: Chunk, scale: float, shape: Shape,
 ) -> None:  # fmt: skip
     """Query gradient of a chunk, and its P and dS."""
     stages, warps = shape.tiles.dquery
-    dquery_kernel[(plan.rows, shape.padded_heads // shape.head_tile)](
-        query, kv, ids, counts, grad_out, lse, delta, dquery, prob, dscore, plan.first, kv.shape[0], scale,
-        HEADS=shape.heads, TOPK=shape.topk, HP=shape.padded_heads, HB=shape.head_tile, **shape.widths(),
-        BK=shape.tiles.keys, STAGES=stages, PRECISION=shape.precision, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-
-
-def launch_partials(
-    grad_out: Tensor, query: Tensor, prob: Tensor, dscore: Tensor, part: Tensor, plan: ChunkPlan, shape: Shape,
-    *, skip_dense: bool,
-) -> None:  # fmt: skip
-    """Partial rows of dKV of a chunk. skip_dense: leave the groups that share nothing to another kernel."""
-    stages, warps = shape.tiles.partial
-    fixed = {"HEADS": shape.heads, "DV": shape.value, "DR": shape.rope, "HP": shape.padded_heads, "HB": shape.head_tile}
-    fixed |= {"GROUP": GROUP, "PRECISION": shape.precision}
-    columns = shape.columns()
-    groups, blocks = plan.slots.shape[:2]
-    union_kernel[(groups * blocks * columns["TILES"],)](
-        query, grad_out, prob, dscore, plan.slots, plan.active, plan.active_count, part, plan.first,
-        plan.rows * shape.topk, part.shape[0], **fixed, **columns, BLOCKS=blocks, BM=BLOCK, STAGES=stages,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    narrow = min(128, columns["BN"])
-    tiles = shape.value_padded // narrow
-    direct_kernel[(plan.rows * tiles,)](
-        query, grad_out, prob, dscore, plan.direct, plan.direct_count, plan.mode, part, plan.first, **fixed,
-        TOPK=shape.topk, BM=min(64, 2 * shape.tiles.keys), BN=narrow, TILES=tiles,
-        BR=max(16, shape.rope_padded // tiles), SKIP_DENSE=skip_dense, STAGES=stages, num_warps=4,
+    dquery_kernel[(chunk.rows, shape.padded_heads // shape.head_tile)](
+        query, kv, ids, counts, grad_out, lse, delta, dquery, buffers.prob, buffers.dscore, chunk.first,
+        kv.shape[0], scale, HEADS=shape.heads, TOPK=shape.topk, HP=shape.padded_heads, HB=shape.head_tile,
+        **shape.widths(), BK=shape.tiles.keys, STAGES=stages, PRECISION=shape.precision, num_warps=warps,
         num_stages=stages,
     )  # fmt: skip
 
 
-def launch_segments(part: Tensor, dkv: Tensor, plan: ChunkPlan, shape: Shape, *, add: bool) -> None:
-    """Sum the partial rows of every key into dkv, or onto it."""
-    segment_kernel[(dkv.shape[0],)](
-        part, plan.order, plan.start, dkv, **shape.widths(), R=8, ADD=add, num_warps=2
-    )
+def launch_union(
+    grad_out: Tensor, query: Tensor, buffers: Buffers, chunk: Chunk, shape: Shape,
+    descriptors: tuple[Any, Any, Any] | None = None,
+) -> None:  # fmt: skip
+    """Partial rows of the shared keys. descriptors: TMA over query's values, its rope and grad_out instead."""
+    stages, warps = shape.tiles.partial
+    columns, plan, groups = shape.columns(), chunk.plan, chunk.groups
+    blocks = plan.slots.shape[1]
+    union_kernel[((groups.stop - groups.start) * blocks * columns["TILES"],)](
+        *(descriptors or (query, query, grad_out)), buffers.prob, buffers.dscore, plan.slots[groups],
+        plan.leader[groups], plan.active[groups], plan.active_count[groups], buffers.part, chunk.first,
+        **shape.fixed(), **columns, BLOCKS=blocks, BM=BLOCK, TMA=descriptors is not None, STAGES=stages,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def launch_direct(
+    grad_out: Tensor, query: Tensor, buffers: Buffers, chunk: Chunk, shape: Shape, *, skip_dense: bool
+) -> None:
+    """Partial rows of the direct pairs. skip_dense: leave the groups that share nothing to another kernel."""
+    tiles_of_heads = shape.padded_heads // shape.head_tile
+    stages = shape.tiles.partial[0] if tiles_of_heads == 1 else 1  # each tile of heads has buffers of its own
+    plan, window = chunk.plan, chunk.window
+    narrow = min(128, shape.columns()["BN"])
+    tiles = shape.value_padded // narrow
+    direct_kernel[(chunk.rows * tiles,)](
+        query, grad_out, buffers.prob, buffers.dscore, plan.direct[window], plan.direct_count[window],
+        plan.mode[chunk.groups], buffers.part, chunk.first, **shape.fixed(), TOPK=shape.topk, BM=min(64, 2 * shape.tiles.keys),
+        BN=narrow, BR=max(16, shape.rope_padded // tiles), TILES=tiles, SKIP_DENSE=skip_dense, STAGES=stages,
+        num_warps=4, num_stages=stages,
+    )  # fmt: skip
+
+
+def launch_segments(buffers: Buffers, dkv: Tensor, chunk: Chunk, shape: Shape) -> None:
+    """Sum the partial rows of every key into dkv, or, after the call's first chunk, onto it."""
+    pack, add = dkv.shape[0], chunk.first > 0
+    keys = 8 if add else 1  # after the first chunk most keys have nothing to add
+    segment_kernel[(triton.cdiv(pack, keys),)](
+        buffers.part, chunk.plan.order, chunk.start(pack), dkv, pack, **shape.widths(), KEYS=keys, R=8, ADD=add,
+        num_warps=2,
+    )  # fmt: skip
