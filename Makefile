@@ -36,12 +36,12 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt | $(BIN)/python
 
 $(INSTALLED_DEV): pyproject.toml constraints-cpu.txt | $(BIN)/python
 	$(PIP) -e ".[dev]"
-	@touch $@
+	@touch $@ $(INSTALLED)
 
 demo: $(INSTALLED)
 	@rm -rf "$(DEMO)/model" "$(DEMO)/data" "$(DEMO)/run"
 	$(BIN)/fullspan init-tiny "$(DEMO)/model"
-	$(BIN)/fullspan data demo "$(DEMO)/data"
+	$(BIN)/fullspan data demo "$(DEMO)/data" --max-context-bytes 4000
 	$(BIN)/fullspan train configs/tiny_cpu.toml --nproc-per-node 2 --model.path "$(DEMO)/model" \
 	  --data.path "$(DEMO)/data/train.jsonl" --data.eval_path "$(DEMO)/data/heldout.jsonl" \
 	  --train.output_dir "$(DEMO)/run"

@@ -1,10 +1,11 @@
-"""The one exception tree. A FullspanError is something a user caused and can mend: its message is one line that says
-what was got, what is allowed, and which setting to change. Bugs of ours are plain AssertionErrors and never caught.
+"""The one exception tree. A FullspanError is something a user caused and can mend: its message is
+one line that says what was got, what is allowed, and which setting to change. Bugs of ours are
+plain AssertionErrors and never caught.
 """
 
 
 class FullspanError(Exception):
-    """Base of everything a user can cause; the command line prints it as one line and exits with 2."""
+    """Base of all that a user can cause; the command line prints one line and exits with 2."""
 
 
 class ConfigError(FullspanError, ValueError):

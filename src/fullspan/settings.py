@@ -158,6 +158,7 @@ class _Builder:
                     f"{self._origin(value)}: {key} is a section, got {got!r}: "
                     f"name one of its keys, such as {key}.{dataclasses.fields(hint)[0].name}"
                 )
+            # is_dataclass also lets instances through; a hint is never one.
             return self.section(hint, value, key + ".")  # pyright: ignore[reportArgumentType]
         plain = _read_text(value.text, hint) if isinstance(value, Override) else value
         try:
@@ -178,13 +179,15 @@ class _Builder:
     def _unknown(self, key: str, value: Any, known: list[str], prefix: str) -> str:
         what = "section" if isinstance(value, dict) else "setting"
         message = f"{self._origin(value)}: unknown {what} {key!r}"
-        # An unknown section is judged by its name, an unknown key also by its place.
-        near = difflib.get_close_matches(key, [prefix + name for name in known], n=1)
-        if not near and not isinstance(value, dict):
-            every = list(_keys(self.root))
-            last = key.rpartition(".")[2]
-            near = [other for other in every if other.rpartition(".")[2] == last][:1]
-            near = near or difflib.get_close_matches(key, every, n=1)
+        last = key.rpartition(".")[2]
+        # A section is judged by its name. A setting may be right and only in the wrong place, or
+        # misspelt here, or misspelt and in the wrong place.
+        names: dict[str, str] = {}
+        if not isinstance(value, dict):
+            names = {other.rpartition(".")[2]: other for other in _keys(self.root)}
+        near = [names[last]] if last in names else []
+        near = near or [prefix + name for name in difflib.get_close_matches(last, known, n=1)]
+        near = near or [names[name] for name in difflib.get_close_matches(last, names, n=1)]
         if near:
             message += f"; did you mean {near[0]!r}?"
         place = f"[{prefix.rstrip('.')}]" if prefix else "the file"

@@ -14,8 +14,8 @@ topk         key slots a query may select
 index_heads, index_dim   heads of the indexer and their width
 half         half of the rotary width: one cos and sin each
 chosen       experts that a row is sent to
-
 experts      routed experts
+in, out      input and output width of a projection
 slots        (row, chosen expert) pairs, sorted by expert
 rank         LoRA rank
 vocab        vocabulary size

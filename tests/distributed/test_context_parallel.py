@@ -8,8 +8,10 @@ import torch
 from fullspan.models.dsa.attention import Indexer
 from fullspan.ops.linear_cross_entropy.op import IGNORE
 from fullspan.parallel.collectives import all_reduce_gradients, all_reduce_sum
+from fullspan.parallel.sequence import Partition
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
+    FAMILIES,
     gradients,
     local_loss,
     random_pack,
@@ -29,15 +31,19 @@ PACKS = {
 
 
 def step(
-    rank: int, size: int, folder: Path, lengths: list[int], prompt: int, recompute: bool
+    rank: int,
+    size: int,
+    folder: Path,
+    lengths: list[int],
+    prompt: int,
+    recompute: bool,
+    mode: str,
 ) -> dict:
     """Loss, gradients, selections and hidden rows of this rank. The first `prompt` rows are not
     trained.
     """
     model = tiny_model(folder, recompute=recompute)
-    pack = random_pack(
-        lengths, vocab=model.config.vocab_size, multiple=8 if sum(lengths) < 8 else 4
-    )
+    pack = random_pack(lengths, vocab=model.config.vocab_size, multiple=8)
     pack[1][:prompt] = IGNORE
     selections = []
     for module in model.modules():
@@ -46,7 +52,7 @@ def step(
                 lambda module, given, selection: selections.append(selection.ids)
             )
     group = None if size == 1 else torch.distributed.group.WORLD
-    loss, hidden = local_loss(model, pack, rank=rank, size=size)
+    loss, hidden = local_loss(model, pack, rank=rank, size=size, mode=mode)
     loss.backward()
     loss = loss.detach().clone()
     all_reduce_sum([loss], group)
@@ -56,14 +62,21 @@ def step(
         "gradients": gradients(model),
         "ids": selections,
         "hidden": hidden.detach(),
+        "rows": Partition(mode=mode, size=size, length=pack[2].padded_length).rows(rank),
         "real": sum(lengths),
     }
 
 
 def run(
-    size: int, folder: Path, lengths: list[int], prompt: int = 0, recompute: bool = False
+    size: int,
+    folder: Path,
+    lengths: list[int],
+    *,
+    prompt: int = 0,
+    recompute: bool = False,
+    mode: str = "contiguous",
 ) -> list[dict]:
-    return run_ranks(size, step, folder, lengths, prompt, recompute)
+    return run_ranks(size, step, folder, lengths, prompt, recompute, mode)
 
 
 def check(whole: dict, parts: list[dict]) -> None:
@@ -75,16 +88,16 @@ def check(whole: dict, parts: list[dict]) -> None:
         errors = {k: relative(part["gradients"][k], g) for k, g in whole["gradients"].items()}
         worst = max(errors, key=errors.__getitem__)
         assert errors[worst] < GRADIENT, f"{worst}: {errors[worst]:.2e}"
+    order = torch.cat([part["rows"] for part in parts]).argsort()
     for layer, ids in enumerate(whole["ids"]):
-        assert torch.equal(torch.cat([part["ids"][layer] for part in parts]), ids), (
-            f"full layer {layer}"
-        )
-    hidden = torch.cat([part["hidden"] for part in parts])[: whole["real"]]
+        joined = torch.cat([part["ids"][layer] for part in parts])[order]
+        assert torch.equal(joined, ids), f"full layer {layer}"
+    hidden = torch.cat([part["hidden"] for part in parts])[order][: whole["real"]]
     assert relative(hidden, whole["hidden"][: whole["real"]]) < GRADIENT
 
 
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
-@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_split_does_not_show(tiny_checkpoints, family, lengths):
     folder = tiny_checkpoints[family]
     (whole,) = run(1, folder, lengths)
@@ -96,6 +109,7 @@ def test_the_split_does_not_show(tiny_checkpoints, family, lengths):
     )
     for size in (2, 4):
         check(whole, run(size, folder, lengths))
+    check(whole, run(4, folder, lengths, mode="zigzag"))
 
 
 def test_a_rank_of_pure_prompt(tiny_checkpoints):

@@ -3,7 +3,10 @@
 In float32, on texts longer than index_topk, with lora_b far from zero so that every adapter shows.
 """
 
+import json
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +14,17 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from fullspan.cli.main import main
 from fullspan.lora.inject import LoraConfig, adapted_modules, inject, trainable_parameters
 from fullspan.lora.layers import LoRAGroupedLinear
-from fullspan.lora.state import to_peft
+from fullspan.lora.state import adapter_state, from_peft, to_peft
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.context import SequenceContext
+from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.sequence import Partition
+from fullspan.train.optim import OptimConfig
+from fullspan.train.session import Session
 from tests.support.tiny import EVERY_TARGET, FAMILIES, relative, tiny_model
 
 LENGTH = 150
@@ -56,7 +63,8 @@ def _tokens(model: DsaForCausalLM) -> torch.Tensor:
 def _our_logits(model: DsaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     layout = PackedLayout(cu_seqlens=torch.tensor([0, LENGTH]), padded_length=LENGTH)
     partition = Partition(size=1, length=LENGTH)
-    sequence = SequenceContext.create(layout, partition, rank=0, group=None)
+    experts = ExpertParallel(experts=model.config.n_routed_experts)
+    sequence = SequenceContext.create(layout, partition, experts=experts)
     return model.logits(model(tokens, sequence))
 
 
@@ -72,8 +80,13 @@ def _loaded(base: nn.Module, adapter) -> PeftModel:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        *(pytest.param("glm_moe_dsa", targets, id=name) for name, targets in TARGETS.items()),
+        pytest.param("deepseek_v32", EVERY_TARGET, id="deepseek_v32"),
+    ],
+)
 def test_stock_peft_gives_our_logits(tiny_checkpoints, tmp_path, family, targets):
     ours, config = _trained(tiny_checkpoints[family], targets)
     to_peft(ours, config, tiny_checkpoints[family], tmp_path)
@@ -114,3 +127,87 @@ def test_merging_changes_every_adapted_weight_and_keeps_the_logits(
         for name, module in adapted_modules(ours).items()
     }
     assert relative(_our_logits(ours, tokens), merged(tokens[None]).logits[0]) < TOLERANCE
+
+
+def _run_folder(checkpoint: Path, folder: Path) -> Path:
+    """Three steps by the command line, on every target; returns the folder of the run."""
+    model, data, config = folder / "model", folder / "data.jsonl", folder / "config.toml"
+    shutil.copytree(checkpoint, model)
+    fields = json.loads((model / "config.json").read_text())
+    # transformers has this eps whatever the file says; the default here is that of the servers.
+    (model / "config.json").write_text(json.dumps(fields | {"latent_norm_eps": 1e-6}))
+    rows = [{"text": " ".join(str(row * n % 97) for n in range(60))} for row in range(1, 7)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.write_text(
+        f"""
+        [model]
+        path = "{model}"
+        dtype = "float32"
+        [lora]
+        r = 3
+        alpha = 6
+        targets = {json.dumps(EVERY_TARGET)}
+        [data]
+        path = "{data}"
+        pack_length = 384
+        [optim]
+        lr = 2e-2
+        schedule = "constant"
+        [train]
+        steps = 3
+        output_dir = "{folder / "run"}"
+        [checkpoint]
+        every = 2
+        """
+    )
+    assert main(["train", str(config)]) == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_run_gives_the_logits_of_the_trained_model(
+    tiny_checkpoints, tmp_path, capsys, family
+):
+    run = _run_folder(tiny_checkpoints[family], tmp_path)
+    ours = tiny_model(tmp_path / "model", adapters=False)
+    inject(ours, LoraConfig(r=3, alpha=6, targets=EVERY_TARGET))
+    session = Session(ours, trainable_parameters(ours), optim=OptimConfig(lr=2e-2), total_steps=3)
+    session.load(run / "checkpoints" / "step-3")
+    assert all(value.any() for name, value in adapter_state(ours).items() if name[-1] == "b")
+
+    assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 0
+    tokens = _tokens(ours)
+    base = _stock(tmp_path / "model")
+    with torch.no_grad():
+        plain = base(tokens[None]).logits[0]
+        logits = _loaded(base, tmp_path / "out")(tokens[None]).logits[0]
+    error = relative(_our_logits(ours, tokens), logits)
+    print(f"{family}: logits {error:.2e}, training changed them by {relative(logits, plain):.2e}")
+    assert error < TOLERANCE
+    assert relative(logits, plain) > 1000 * TOLERANCE
+
+    # The folder that training itself wrote is the same; an earlier step is another adapter.
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (run / "adapter" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    assert main(["export", str(run), "--step", "2"]) == 0
+    earlier = tiny_model(tmp_path / "model", adapters=False)
+    from_peft(run / "adapter-step-2", earlier)
+    assert not torch.equal(_our_logits(earlier, tokens), _our_logits(ours, tokens))
+    _damaged_checkpoints_are_one_line(run, capsys)
+
+
+def _damaged_checkpoints_are_one_line(run: Path, capsys) -> None:
+    """The files keep their sizes, so only reading them shows the damage."""
+    (tensors,) = (run / "checkpoints" / "step-3").glob("*.distcp")
+    for file in (tensors, tensors.with_name(".metadata")):
+        file.write_bytes(bytes([7]) * file.stat().st_size)
+        capsys.readouterr()
+        assert main(["export", str(run)]) == 2
+        message = capsys.readouterr().err
+        assert "cannot read the adapters in" in message
+        assert message.count("\n") == 1
+
+
+def test_a_run_without_a_checkpoint_cannot_be_exported(tmp_path, capsys):
+    assert main(["export", str(tmp_path)]) == 2
+    assert f"no config.toml in {tmp_path}" in capsys.readouterr().err

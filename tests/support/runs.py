@@ -6,25 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fullspan.parallel.mesh import Mesh
+from fullspan.parallel.mesh import Mesh, ParallelConfig
 from fullspan.settings import build
 from fullspan.train.config import RunConfig
 
 PACK_LENGTH = 128  # the tiny checkpoint's index_topk is 64
 
 
-def mesh_of(rank: int, size: int) -> Mesh:
+def mesh_of(**parallel: Any) -> Mesh:
     """The mesh of a rank that `run_ranks` has started."""
-    return Mesh(
-        rank=rank,
-        world_size=size,
-        cp_rank=rank,
-        cp_size=size,
-        cp_group=None if size == 1 else dist.group.WORLD,
-        device=torch.device("cpu"),
-    )
+    return Mesh.create(ParallelConfig(**parallel), torch.device("cpu"))
 
 
 def write_texts(path: Path, count: int, seed: int) -> Path:
@@ -38,7 +30,7 @@ def write_texts(path: Path, count: int, seed: int) -> Path:
     return path
 
 
-def run_config(model: Path, folder: Path, name: str, **sections: dict[str, Any]) -> RunConfig:
+def run_config(model: Path, folder: Path, name: str, /, **sections: dict[str, Any]) -> RunConfig:
     """A small run into `folder`/`name`: 5 packs, 2 a step, shuffled; `sections` override."""
     data, held_out = folder / "train.jsonl", folder / "eval.jsonl"
     if not data.exists():
@@ -53,5 +45,5 @@ def run_config(model: Path, folder: Path, name: str, **sections: dict[str, Any])
         "checkpoint": {},
     }
     for section, changes in sections.items():
-        values[section] = values[section] | changes
+        values[section] = values.get(section, {}) | changes
     return build(RunConfig, values, "the test")

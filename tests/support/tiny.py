@@ -9,9 +9,10 @@ from fullspan.checkpoint.load import load_model
 from fullspan.lora.inject import LoraConfig, inject, trainable_parameters
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.backend import OpOptions, resolve
-from fullspan.ops.linear_cross_entropy.op import IGNORE, linear_cross_entropy
+from fullspan.ops.linear_cross_entropy.op import IGNORE
 from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.context import SequenceContext
+from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.sequence import Partition, padded_length
 from fullspan.shapes import Tensor
 
@@ -80,15 +81,17 @@ def local_loss(
     *,
     rank: int = 0,
     size: int = 1,
+    mode: str = "contiguous",
 ) -> tuple[Tensor, Tensor]:
     """This rank's share of the mean loss over the pack's trained tokens, and its hidden rows."""
     tokens, labels, layout = pack
-    partition = Partition(size=size, length=layout.padded_length)
+    partition = Partition(mode=mode, size=size, length=layout.padded_length)
     group = None if size == 1 else torch.distributed.group.WORLD
-    sequence = SequenceContext.create(layout, partition, rank=rank, group=group)
+    experts = ExpertParallel(experts=model.config.n_routed_experts)
+    sequence = SequenceContext.create(layout, partition, experts=experts, rank=rank, group=group)
     rows = partition.rows(rank)
     hidden = model(tokens[rows], sequence)
-    nll = linear_cross_entropy(hidden, model.lm_head.weight, labels[rows], options=model.options)
+    nll = model.token_losses(hidden, labels[rows])
     return nll.sum() / (labels != IGNORE).sum(), hidden
 
 

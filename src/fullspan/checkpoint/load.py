@@ -6,21 +6,27 @@ leaves out quantised weights and reading one rank's part only; both have their p
 where each piece of a tensor is read on its own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from fullspan.checkpoint.mapping import CheckpointMapping, Tensors
-from fullspan.checkpoint.safetensors_io import CheckpointFolder
+from fullspan.checkpoint.mapping import CheckpointMapping, Piece, Tensors
+from fullspan.checkpoint.safetensors_io import CheckpointFolder, TensorReader
 from fullspan.errors import CheckpointError
+from fullspan.models.common.linear import GroupedLinear
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.backend import OpOptions, resolve
+from fullspan.parallel.expert import ExpertParallel
+from fullspan.parallel.mesh import Mesh
+from fullspan.parallel.shard import FlatUnit, ShardedWeights
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes to read
 
@@ -35,30 +41,42 @@ def load_model(
     options: OpOptions,
     recompute: bool,
     latent_norm_eps: float | None = None,
+    mesh: Mesh | None = None,
+    shard_weights: bool = False,
     progress: Progress | None = None,
 ) -> DsaForCausalLM:
-    """The frozen model of a Hugging Face folder.
+    """The frozen model of a Hugging Face folder, or this rank's part of it.
 
     Args:
         dtype: of the weights; those that the mapping keeps in float32 stay so.
         latent_norm_eps: instead of the config's own (`transformers` always uses 1e-6).
-        progress: called after each tensor.
+        mesh: this rank's place; it reads and holds its share of the routed experts only.
+        shard_weights: spread the other weights over all ranks too, see parallel/shard.py.
+        progress: called after each tensor with this rank's bytes.
 
     Raises:
         CheckpointError: the folder is incomplete or damaged, or does not match the config.
-        ConfigError: config.json asks for what is not implemented.
+        ConfigError: config.json asks for what is not implemented, or the ranks cannot share it.
     """
+    mesh = mesh or Mesh.single(torch.device(device))
     folder = CheckpointFolder.open(path)
     overrides = {} if latent_norm_eps is None else {"latent_norm_eps": latent_norm_eps}
     config = DsaConfig.load(path, **overrides)
-    options = resolve(options, torch.device(device), dtype, **_op_widths(config))
-    model = meta_model(config, options, recompute=recompute)
+    options = resolve(options, mesh.device, dtype, **_op_widths(config))
     mapping = dsa_mapping(config)
     _check_dtypes(folder, mapping)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    whole = meta_model(config, options, recompute=recompute).state_dict()
     found = {name: info.shape for name, info in folder.tensors.items()}
-    mapping.check(found, shapes, where=str(path))
-    _fill(model, folder, mapping, dtype, torch.device(device), progress)
+    mapping.check(found, {name: tuple(t.shape) for name, t in whole.items()}, where=str(path))
+    ep = mesh.ep
+    held = ExpertParallel(
+        experts=config.n_routed_experts, rank=ep.rank, size=ep.size, group=ep.group
+    ).local
+    model = meta_model(config, options, recompute=recompute, experts=held)
+    units: dict[str, FlatUnit] = {}
+    if shard_weights:
+        units = _shard(model, mapping, dtype, mesh)
+    _fill(model, folder, mapping, dtype, held, units, mesh.device, progress)
     model.requires_grad_(False)
     return model
 
@@ -73,10 +91,12 @@ def _op_widths(config: DsaConfig) -> dict[str, int]:
     }
 
 
-def meta_model(config: DsaConfig, options: OpOptions, *, recompute: bool) -> DsaForCausalLM:
-    """The model without storage: names and shapes only."""
+def meta_model(
+    config: DsaConfig, options: OpOptions, *, recompute: bool, experts: range | None = None
+) -> DsaForCausalLM:
+    """The model without storage: names and shapes only. experts: those held; None: all."""
     with torch.device("meta"):
-        return DsaForCausalLM(config, options, recompute=recompute)
+        return DsaForCausalLM(config, options, recompute=recompute, experts=experts)
 
 
 def checkpoint_tensors(
@@ -116,27 +136,87 @@ def _check_dtypes(folder: CheckpointFolder, mapping: CheckpointMapping) -> None:
             )
 
 
+def _shard(
+    model: DsaForCausalLM, mapping: CheckpointMapping, dtype: torch.dtype, mesh: Mesh
+) -> dict[str, FlatUnit]:
+    """Give a meta model a ShardedWeights store; the unit of each tensor that is spread."""
+    always = {step.target: step.dtype or dtype for step in mapping.steps}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    experts = {id(module.weight) for module in model.modules() if isinstance(module, GroupedLinear)}
+    units, parameters, unit_of = [], [], {}
+    for module in model.units:
+        spread = {names[id(p)]: p for p in module.parameters() if id(p) not in experts}
+        shapes = {name: (tuple(p.shape), always[name]) for name, p in spread.items()}
+        unit = FlatUnit(shapes, rank=mesh.world.rank, size=mesh.world.size, device=mesh.device)
+        units.append(unit)
+        parameters.append(spread)
+        unit_of |= dict.fromkeys(spread, unit)
+    model.weights = ShardedWeights(units, parameters, mesh.world.group)
+    return unit_of
+
+
 def _fill(
-    model: nn.Module,
+    model: DsaForCausalLM,
     folder: CheckpointFolder,
     mapping: CheckpointMapping,
     dtype: torch.dtype,
+    held: range,
+    units: Mapping[str, FlatUnit],
     device: torch.device,
     progress: Progress | None,
 ) -> None:
-    """Give every tensor of a meta model its storage and values."""
-    total = sum(folder.tensors[name].nbytes for name in mapping.sources)
+    """Read this rank's part of every tensor of a meta model into its place."""
+    steps = [(step, _held(step.pieces(), held)) for step in mapping.steps]
+    wanted = {step.target: _share(units.get(step.target), step.target) for step, _ in steps}
+    sizes = {p.source: folder.tensors[p.source].nbytes for _, pieces in steps for p in pieces}
+    total = sum(int(wanted[s.target] * sizes[p.source]) for s, pieces in steps for p in pieces)
     done = 0
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     with folder.reader() as reader:
-        for step in mapping.steps:
-            target = torch.empty(shapes[step.target], dtype=step.dtype or dtype, device=device)
-            for piece in step.pieces():
-                piece.of(target).copy_(reader.read(piece.source))
-                done += folder.tensors[piece.source].nbytes
+        for step, pieces in steps:
+            unit = units.get(step.target)
+            if unit is None:
+                kept = step.dtype or dtype
+                target = torch.empty(shapes[step.target], dtype=kept, device=device)
+                _assign(model, step.target, target)
+                place = partial(_read_whole, reader, target, held.start)
+            else:
+                place = partial(_read_share, reader, unit, step.target)
+            for piece in pieces:
+                place(piece)
+                done += int(wanted[step.target] * sizes[piece.source])
                 if progress is not None:
                     progress(done, total)
-            _assign(model, step.target, target)
+
+
+def _held(pieces: Sequence[Piece], experts: range) -> list[Piece]:
+    """Without the experts of other ranks."""
+    return [piece for piece in pieces if not piece.lead or piece.lead[0] in experts]
+
+
+def _share(unit: FlatUnit | None, name: str) -> float:
+    """How much of a tensor this rank reads."""
+    if unit is None:
+        return 1.0
+    first, last = unit.wanted(name)
+    return max(last - first, 0) / prod(unit.tensors[name].shape)
+
+
+def _read_whole(reader: TensorReader, target: torch.Tensor, first: int, piece: Piece) -> None:
+    """A checkpoint tensor into its place in a target whose first expert is `first`."""
+    local = piece._replace(lead=tuple(expert - first for expert in piece.lead))
+    local.of(target).copy_(reader.read(piece.source))
+
+
+def _read_share(reader: TensorReader, unit: FlatUnit, name: str, piece: Piece) -> None:
+    """The rows that hold this rank's run of elements, and of them the run."""
+    first, last = unit.wanted(name)
+    if first >= last:
+        return
+    width = prod(unit.tensors[name].shape[1:])
+    start, end = first // width, -(-last // width)
+    rows = reader.read(piece.source, (slice(start, end),)).flatten()
+    unit.store(name, rows[first - start * width : last - start * width])
 
 
 def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

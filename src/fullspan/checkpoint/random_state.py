@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 
-def random_states(rank: int) -> dict[str, Tensor]:
-    """The states of this rank's generators as bytes, {"random.<rank>.<generator>": uint8}."""
+def random_states() -> dict[str, Tensor]:
+    """The states of this process's generators, {generator: bytes as uint8}."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     key = numpy_state["state"]["key"].tolist()
@@ -27,10 +27,11 @@ def random_states(rank: int) -> dict[str, Tensor]:
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return {f"random.{rank}.{name}": state for name, state in states.items()}
+    return states
 
 
 def restore_random_states(states: Mapping[str, Tensor]) -> None:
+    """Puts back what `random_states` gave; generators that are not among `states` stay."""
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "python" in states:

@@ -101,9 +101,11 @@ def save_checkpoint(
         loader=dict(loader),
         files={},
     )
+    prefix = f"random.{_rank(group)}."
+    states = {prefix + name: state for name, state in random_states().items()}
     try:
         _on_first_rank(lambda: make_empty(saving), group)
-        names = _write(saving, {**tensors, **random_states(_rank(group))}, group)
+        names = _write(saving, {**tensors, **states}, group)
         _on_first_rank(lambda: complete(saving, final, header, names), group)
     except (CheckpointException, OSError) as error:
         room = _on_first_rank(lambda: discard(saving), group)
@@ -175,10 +177,7 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], group: Group) -> 
         CheckpointError: names or shapes differ from those in the checkpoint, or it is damaged.
     """
     reader = FileSystemReader(path)
-    try:
-        stored = _stored_shapes(reader.read_metadata())
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        raise CheckpointError(f"cannot read {path / '.metadata'}: {_reason(error)}") from error
+    stored = stored_shapes(path)
     _check_fit(path, {name: tuple(t.shape) for name, t in tensors.items()}, stored)
     prefix = f"random.{_rank(group)}."
     states = {
@@ -249,7 +248,16 @@ def _find_named(path: Path) -> tuple[Path, list[str]]:
     return path, []
 
 
-def _stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in a checkpoint, whole ones where ranks wrote parts.
+
+    Raises:
+        CheckpointError: its list of contents is damaged.
+    """
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise CheckpointError(f"cannot read {path / '.metadata'}: {_reason(error)}") from error
     return {
         name: tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()

@@ -122,8 +122,8 @@ class TensorReader:
     def read(self, name: str, window: tuple[slice, ...] | None = None) -> torch.Tensor:
         """One tensor, or only its part under `window` (one slice of step 1 per dimension).
 
-        The result is on the CPU, has the file's dtype and may be a view of the mapped file: it must
-        be copied before the context ends, and never written.
+        The result is on the CPU, has the file's dtype and may be a view of the mapped file, which
+        it keeps mapped as long as it lives: copy it, and never write to it.
         """
         file = self._folder.tensors[name].file
         try:

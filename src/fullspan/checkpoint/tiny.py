@@ -83,8 +83,8 @@ def _move(partial: Path, folder: Path, *, force: bool) -> list[Path]:
     others = sorted(file.name for file in folder.iterdir() if file.name not in {*names, _PARTIAL})
     if others and not force:
         raise CheckpointError(
-            f"{folder} holds {others[0]}{' and more' if len(others) > 1 else ''}, which is not part "
-            "of a tiny checkpoint: name another folder, or use --force to write beside it"
+            f"{folder} holds {others[0]}{' and more' if len(others) > 1 else ''}, no part of a "
+            "tiny checkpoint: name another folder, or give --force to write beside it"
         )
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return [(partial / name).rename(folder / name) for name in names]

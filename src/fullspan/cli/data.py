@@ -73,45 +73,23 @@ def _add_demo(commands: Any) -> None:
 
 def run_inspect(args: argparse.Namespace) -> int:
     """Print the report and one sample."""
-    from fullspan.data.config import DataConfig
-    from fullspan.data.inspect import pick, report_lines, sample_text
-    from fullspan.data.load import load_documents, load_tokenizer, model_vocab_size, pad_token
-    from fullspan.data.packing import pack_documents
+    from fullspan.data.inspect import inspect_data
 
-    # The pack length does not matter until the documents are read; 2 is the least allowed.
-    length = 2 if args.pack_length is None else args.pack_length
-    config = DataConfig(
-        path=args.path,
-        format=args.format,
-        overlong=args.overlong,
-        max_bad_rows=args.max_bad_rows,
-        pack_length=length,
+    text = inspect_data(
+        args.path,
+        args.tokenizer,
+        pack_length=args.pack_length,
+        settings={
+            "format": args.format,
+            "overlong": args.overlong,
+            "max_bad_rows": args.max_bad_rows,
+        },
+        sample=args.sample,
+        color=sys.stdout.isatty(),
+        full=args.full,
     )
-    tokenizer = load_tokenizer(args.tokenizer)
-    vocab_size = model_vocab_size(args.tokenizer)
-    documents, log = load_documents(args.path, config, tokenizer, vocab_size=vocab_size)
-    if args.pack_length is None:
-        length = max((len(document) for document in documents), default=length)
-    _, report = pack_documents(
-        documents,
-        pack_length=length,
-        overlong=config.overlong,
-        pad_token=pad_token(tokenizer),
-        log=log,
-    )
-    print("\n".join(report_lines(report)))
-    document = pick(documents, args.sample)
-    color = sys.stdout.isatty()
-    print(
-        f"\nsample {args.sample}: {document.source}, {len(document):,} tokens, "
-        f"{document.trained_tokens:,} trained ({'green' if color else 'between {+ and +}'})\n"
-    )
-    text = sample_text(document, tokenizer, color=color, full=args.full)
-    print(
-        text.encode(sys.stdout.encoding or "utf-8", "replace").decode(
-            sys.stdout.encoding or "utf-8"
-        )
-    )
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding))
     return 0
 
 

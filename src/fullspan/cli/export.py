@@ -1,15 +1,12 @@
 """`fullspan export RUN --format peft`: write the adapter of a training run for other tools.
 
 It reads a checkpoint of the run, not the adapter folder that a finished run also has, so a stopped
-run can be exported too. The base model is built without storage: only its config.json is read.
+run can be exported too. The work is checkpoint/adapter.py's.
 """
 
 import argparse
-import warnings
 from pathlib import Path
 from typing import Any
-
-ADAPTER_PREFIX = "adapter."  # of adapter tensors in a training checkpoint (train/session.py)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,21 +39,23 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the folder and say what is in it."""
-    from fullspan.checkpoint.load import meta_model
-    from fullspan.lora.inject import inject, trainable_parameters
-    from fullspan.lora.state import load_adapter_state, to_peft
-    from fullspan.models.dsa.config import DsaConfig
+    from fullspan.checkpoint.adapter import write_adapter
 
     config = _run_config(args.folder)
     path = _checkpoint(args.folder, args.step)
-    model = meta_model(DsaConfig.load(Path(config.model.path)), config.ops, recompute=False)
-    names = inject(model, config.lora)
-    load_adapter_state(model, _read_adapters(path))
     default = "adapter" if args.step is None else f"adapter-{path.name}"
     output = args.output or args.folder / default
-    to_peft(model, config.lora, args.base_model or config.model.path, output)
-    count = sum(parameter.numel() for parameter in trainable_parameters(model).values())
-    print(f"{output}: {path.name}, {len(names)} adapted modules, {count:,} parameters")
+    written = write_adapter(
+        path,
+        output,
+        model_path=Path(config.model.path),
+        lora=config.lora,
+        base_model=args.base_model,
+    )
+    print(
+        f"{output}: {path.name}, {len(written.modules)} adapted modules, "
+        f"{written.parameters:,} parameters"
+    )
     return 0
 
 
@@ -88,28 +87,3 @@ def _checkpoint(folder: Path, step: int | None) -> Path:
         hint = f" ({'; '.join(remarks)})" if remarks else ""
         raise CheckpointError(f"{folder} has no complete checkpoint yet{hint}")
     return path
-
-
-def _read_adapters(path: Path) -> dict[str, Any]:
-    """Every adapter tensor of a checkpoint by its internal name; optimizer moments stay on disk."""
-    import torch
-    from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    from fullspan.errors import CheckpointError
-
-    reader = FileSystemReader(path)
-    try:
-        stored = reader.read_metadata().state_dict_metadata
-        state = {
-            name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
-            for name, entry in stored.items()
-            if name.startswith(ADAPTER_PREFIX) and isinstance(entry, TensorStorageMetadata)
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            state_dict_loader.load(dict(state), storage_reader=reader, no_dist=True)
-    except (CheckpointException, OSError, EOFError, ValueError) as error:
-        raise CheckpointError(f"cannot read the adapters in {path}: {error}") from error
-    return {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in state.items()}

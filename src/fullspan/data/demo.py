@@ -83,7 +83,7 @@ def write_demo(
     for name, value in (("samples", samples), ("held-out", held_out)):
         if value < 1:
             raise DataError(f"--{name}: got {value}, it must be at least 1")
-    chosen = _split(find_questions(max_context_bytes), samples, held_out)
+    chosen = split_questions(find_questions(max_context_bytes), samples, held_out)
     for name, questions in chosen.items():
         if not questions:
             raise DataError(
@@ -109,7 +109,9 @@ def write_demo(
     )
 
 
-def _split(questions: list[Question], samples: int, held_out: int) -> dict[str, list[Question]]:
+def split_questions(
+    questions: list[Question], samples: int, held_out: int
+) -> dict[str, list[Question]]:
     """{"train", "heldout"}: by hash; an answer occurs once over both, so none of the held-out ones
     is trained on.
     """
@@ -127,20 +129,27 @@ def find_questions(max_context_bytes: int) -> list[Question]:
     """Every question that this Python's standard library gives, in order of module and line."""
     root = Path(sysconfig.get_paths()["stdlib"])
     questions: list[Question] = []
-    for file in sorted(root.rglob("*.py")):
+    tops = [top for top in root.iterdir() if top.name not in _SKIPPED]  # site-packages may be huge
+    for file in sorted(file for top in tops for file in (top, *top.rglob("*.py"))):
         parts = file.relative_to(root).with_suffix("").parts
-        if _SKIPPED.isdisjoint(parts) and file.stat().st_size <= max_context_bytes:
-            questions += _questions(".".join(parts).removesuffix(".__init__"), file)
+        if file.suffix != ".py" or not file.is_file() or not _SKIPPED.isdisjoint(parts):
+            continue
+        if file.stat().st_size <= max_context_bytes:
+            try:
+                source = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            questions += module_questions(".".join(parts).removesuffix(".__init__"), source)
     return questions
 
 
-def _questions(module: str, file: Path) -> Iterator[Question]:
+def module_questions(module: str, source: str) -> Iterator[Question]:
+    """The questions that one module gives; none when it does not parse."""
     try:
-        source = file.read_text(encoding="utf-8")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+    except (SyntaxError, ValueError):
         return
     for name, node in _functions(tree, ""):
         answer = (ast.get_docstring(node) or "").split("\n\n")[0].strip()

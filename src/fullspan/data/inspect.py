@@ -7,10 +7,14 @@ out any change to the data.
 
 import re
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fullspan.data.packing import Document
+from fullspan.data.config import DataConfig
+from fullspan.data.load import load_documents, load_tokenizer, model_vocab_size, pad_token
+from fullspan.data.packing import Document, pack_documents
 from fullspan.data.report import PackingReport
 from fullspan.errors import DataError
 
@@ -91,11 +95,45 @@ def sample_text(
     return "".join(pieces)
 
 
-def pick(documents: list[Document], index: int) -> Document:
-    """Document `index` (from 0). Raises DataError when there is none."""
-    if not 0 <= index < len(documents):
-        raise DataError(f"--sample: got {index}, allowed are 0 to {len(documents) - 1}")
-    return documents[index]
+def inspect_data(
+    path: str,
+    tokenizer_folder: Path,
+    *,
+    pack_length: int | None,
+    settings: dict[str, Any],
+    sample: int,
+    color: bool = False,
+    full: bool = False,
+) -> str:
+    """The report of `path` and its document `sample` (from 0), read and packed as training would.
+
+    `settings` are further fields of DataConfig; without pack_length a pack is as long as the
+    longest document. Raises DataError as training would, and when there is no such sample.
+    """
+    if pack_length is not None:
+        settings = {**settings, "pack_length": pack_length}
+    config = DataConfig(path=path, **settings)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    vocab_size = model_vocab_size(tokenizer_folder)
+    documents, log = load_documents(path, config, tokenizer, vocab_size=vocab_size)
+    longest = max((len(document) for document in documents), default=0)
+    _, report = pack_documents(
+        documents,
+        pack_length=longest if pack_length is None else pack_length,
+        overlong=config.overlong,
+        pad_token=pad_token(tokenizer),
+        log=log,
+    )
+    if not 0 <= sample < len(documents):
+        raise DataError(f"--sample: got {sample}, allowed are 0 to {len(documents) - 1}")
+    document = documents[sample]
+    marks = "green" if color else f"between {_OPEN} and {_CLOSE}"
+    heading = (
+        f"sample {sample}: {document.source}, {len(document):,} tokens, "
+        f"{document.trained_tokens:,} trained ({marks})"
+    )
+    text = sample_text(document, tokenizer, color=color, full=full)
+    return "\n".join([*report_lines(report), "", heading, "", text])
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

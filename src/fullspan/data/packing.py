@@ -7,7 +7,7 @@ still has room. Deterministic, and within 11/9 of the fewest possible packs, up 
 """
 
 import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -53,6 +53,11 @@ class Pack:
     @property
     def trained_tokens(self) -> int:
         return int((self.labels != IGNORE).sum())
+
+
+def untrained(pack: Pack) -> Pack:
+    """The same rows, none of them trained: a filler that adds nothing to any sum."""
+    return replace(pack, labels=torch.full_like(pack.labels, IGNORE))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,8 +19,9 @@ class RowError(DataError):
 
 
 def brief(error: Exception) -> str:
-    """The first line of somebody else's error message, or its type when there is none."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    """Somebody else's error message on one line, cut to 200 characters; its type if it is empty."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 class FieldError(Exception):

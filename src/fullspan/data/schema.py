@@ -39,6 +39,7 @@ _MESSAGE_KEYS = {
 }
 _CALL_KEYS = ("id", "type", "index")
 _IGNORE = -100
+_MOST_NESTED = 100
 
 
 def row_format(value: dict[str, Any], expected: str) -> str:
@@ -121,20 +122,22 @@ def check_texts(value: Any, where: str) -> None:
         _text(text, at, empty=True)
 
 
-def walk_texts(value: Any, where: str) -> list[tuple[str, str]]:
-    """[(field, text)] of every text inside a JSON value; a key counts as text of the field it
-    names.
+def walk_texts(value: Any, where: str, depth: int = 0) -> list[tuple[str, str]]:
+    """[(field, text)] of every text inside a JSON value, keys included. Raises FieldError for a
+    value that is nested deeper than templates and JSON writers can follow.
     """
     if isinstance(value, str):
         return [(where, value)]
+    if depth > _MOST_NESTED:
+        raise FieldError(where[:80], f"is nested more than {_MOST_NESTED} deep")
     found: list[tuple[str, str]] = []
     if isinstance(value, list):
         for index, item in enumerate(value):
-            found += walk_texts(item, f"{where}[{index}]")
+            found += walk_texts(item, f"{where}[{index}]", depth + 1)
     elif isinstance(value, dict):
         for key, item in value.items():
             inner = f"{where}.{key}" if where else key
-            found += [(inner, key), *walk_texts(item, inner)]
+            found += [(inner, key), *walk_texts(item, inner, depth + 1)]
     return found
 
 

@@ -9,7 +9,8 @@ adapters is in state.py.
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -109,6 +110,26 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     The order and the names depend on the model and the targets only, so they agree on every rank.
     """
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+def expert_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the adapter parameters whose first dimension is the routed experts of this rank."""
+    grouped = [n for n, m in adapted_modules(model).items() if isinstance(m, LoRAGroupedLinear)]
+    return frozenset(f"{name}.{part}" for name in grouped for part in ("lora_a", "lora_b"))
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it would without adapters."""
+    modules = adapted_modules(model).values()
+    scales = [module.scale for module in modules]
+    try:
+        for module in modules:
+            module.scale = 0.0
+        yield
+    finally:
+        for module, scale in zip(modules, scales, strict=True):
+            module.scale = scale
 
 
 def _seed_of(seed: int, name: str) -> int:

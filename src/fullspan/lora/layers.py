@@ -41,9 +41,11 @@ class LoRAGroupedLinear(nn.Module):
         super().__init__()
         self.base = base
         self.scale = alpha / r
-        experts, out_width, in_width = base.weight.shape
-        self.lora_a = _uniform((experts, r, in_width), base.weight.device, generator)
-        self.lora_b = _zeros((experts, out_width, r), base.weight.device)
+        held, out_width, in_width = base.weight.shape
+        # Drawn for all of the model's experts, so that the values do not depend on who holds which.
+        drawn = _uniform((base.experts, r, in_width), base.weight.device, generator)
+        self.lora_a = nn.Parameter(drawn.detach()[base.held.start : base.held.stop].clone())
+        self.lora_b = _zeros((held, out_width, r), base.weight.device)
 
     def forward(
         self, x: Float[Tensor, "slots in"], counts: Int64[Tensor, "experts"]

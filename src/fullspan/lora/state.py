@@ -100,6 +100,9 @@ def to_peft(
     if not modules:
         raise CheckpointError("the model has no adapters to write")
     assert all(module.scale == config.alpha / config.r for module in modules.values())
+    for name, module in modules.items():
+        if isinstance(module, LoRAGroupedLinear):
+            assert len(module.lora_a) == module.base.experts, f"{name} holds a part of the experts"
     tensors = {
         f"{key}.lora_{side.upper()}.weight": _fold(modules[name], side).cpu().contiguous()
         for name, key in _peft_keys(modules).items()
@@ -163,7 +166,7 @@ def _unfold(key: str, module: LoRAModule, side: str, tensor: Tensor) -> Tensor:
         )
     if not isinstance(module, LoRAGroupedLinear):
         return tensor
-    experts = module.base.experts
+    experts = module.lora_a.shape[0]
     if side == "a":
         return tensor.unflatten(0, (experts, -1))
     return tensor.unflatten(1, (-1, experts)).permute(2, 0, 1)

@@ -63,10 +63,19 @@ def start_reduce_scatter_rows(full: Tensor, group: dist.ProcessGroup | None) -> 
     return PendingTensor(scattered, work)
 
 
+def all_to_all_rows(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """[sum(sent), ...] -> [sum(received), ...]: the first sent[0] rows go to rank 0, and so on;
+    what comes from rank 0 is first. Adjoint: the same with `sent` and `received` swapped."""
+    out = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.detach().contiguous(), list(received), list(sent), group=group)
+    return out
+
+
 def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Replace each tensor by its sum over the ranks, in place, in one message: the tensors are
-    joined in their order in float32. Every rank must pass the same shapes. The adjoint of a sum
-    over ranks is a copy, so it is never differentiated.
+    joined in their order in float32. Every rank must pass the same shapes. Never differentiated.
     """
     if group is None or not tensors:
         return
@@ -74,6 +83,19 @@ def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -
     dist.all_reduce(joined, dist.ReduceOp.SUM, group)
     for tensor, part in zip(tensors, joined.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[...] on each rank -> [...], the sum over ranks, on every rank, in the dtype of `tensor`.
+
+    Adjoint: itself. Every rank goes on with the same sum, so the gradient of each rank's term is
+    the sum over ranks of what they each made of it.
+    """
+    if group is None:
+        return tensor
+    total = tensor.detach().clone()
+    dist.all_reduce(total, dist.ReduceOp.SUM, group)
+    return total
 
 
 def all_reduce_gradients(
@@ -92,5 +114,5 @@ def all_reduce_gradients(
 
 
 def gather_rows(local: Float[Tensor, "rows *rest"], group: dist.ProcessGroup | None) -> Tensor:
-    """The blocking form of `start_all_gather_rows`, for indexer keys and parity checks."""
+    """The blocking form of `start_all_gather_rows`, for parity checks."""
     return start_all_gather_rows(local, group).wait()

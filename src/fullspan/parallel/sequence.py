@@ -1,9 +1,12 @@
 """Which rows of a pack each context-parallel rank holds: pure index maps, no communication.
 
-`contiguous` (the default): of a pack of `length` rows, rank r of `size` holds rows [r * length /
-size, (r + 1) * length / size). The name is that of Megatron-LM and verl. A gather over the ranks
-therefore returns the pack in its own order. Document bounds play no part: a document may cross any
-number of rank borders.
+contiguous   (the default) rank r of `size` holds the r-th of `size` equal runs of rows. A gather in
+             rank order is then the pack in its own order.
+zigzag       the pack is cut into 2 * size equal chunks and rank r holds the chunks r and
+             2 * size - 1 - r, so that causal work is even. A gather has to be put in order.
+
+The names are those of Megatron-LM and verl, whose zigzag cuts every document; here it is the pack
+that is cut. Document bounds play no part: a document may cross any number of rank borders.
 """
 
 from dataclasses import dataclass
@@ -13,7 +16,8 @@ import torch
 from fullspan.errors import LayoutError
 from fullspan.shapes import Int64, Tensor
 
-PARTITIONS = ("contiguous",)
+# Mode: equal chunks of the pack for each rank.
+PARTITIONS = {"contiguous": 1, "zigzag": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +38,12 @@ class Partition:
                 f"unknown partition {self.mode!r}: allowed are {', '.join(PARTITIONS)} "
                 "(setting parallel.partition)"
             )
-        if self.size < 1 or self.length < 1 or self.length % self.size:
+        multiple = self.size * PARTITIONS[self.mode]
+        if self.size < 1 or self.length < 1 or self.length % multiple:
             raise LayoutError(
-                f"a pack of {self.length} rows cannot be shared evenly by {self.size} ranks: the "
-                "length must be a "
-                "positive multiple of the ranks (settings data.pack_length and parallel.cp)"
+                f"a pack of {self.length} rows cannot be shared evenly by {self.size} ranks "
+                f"({self.mode}): the length must be a positive multiple of {multiple} "
+                "(settings data.pack_length and parallel.cp)"
             )
 
     @property
@@ -49,16 +54,21 @@ class Partition:
         """Global row ids of the rows that `rank` holds, in the order in which it holds them."""
         if not 0 <= rank < self.size:
             raise LayoutError(f"rank {rank} is outside a partition over {self.size} ranks")
-        first = rank * self.rows_per_rank
-        return torch.arange(first, first + self.rows_per_rank, dtype=torch.int64)
+        chunks = torch.arange(self.length).view(PARTITIONS[self.mode] * self.size, -1)
+        if self.mode == "contiguous":
+            return chunks[rank]
+        return torch.cat([chunks[rank], chunks[2 * self.size - 1 - rank]])
 
-    def owner(self, rows: Int64[Tensor, "n"]) -> tuple[Int64[Tensor, "n"], Int64[Tensor, "n"]]:
-        """The inverse map: for global row ids, the rank that holds each and its place among that
-        rank's rows.
-        """
-        return rows // self.rows_per_rank, rows % self.rows_per_rank
+    def gathered(self) -> Int64[Tensor, "pack"]:
+        """Global row ids of a gather's rows: those of all ranks, in rank order."""
+        return torch.cat([self.rows(rank) for rank in range(self.size)])
+
+    def places(self) -> Int64[Tensor, "pack"]:
+        """The inverse map: the place in a gather of each global row. Rank r holds the places
+        [r * rows_per_rank, (r + 1) * rows_per_rank)."""
+        return torch.argsort(self.gathered())
 
 
 def padded_length(tokens: int, multiple: int) -> int:
-    """The smallest length >= max(tokens, 1) that `multiple` ranks can share evenly."""
+    """The smallest length >= max(tokens, 1) that is a multiple of `multiple`."""
     return -(-max(tokens, 1) // multiple) * multiple

@@ -15,7 +15,6 @@ from fullspan.errors import ConfigError
 from fullspan.lora.inject import LoraConfig
 from fullspan.ops.backend import OpOptions
 from fullspan.parallel.mesh import ParallelConfig
-from fullspan.train.loop import LoopConfig
 from fullspan.train.optim import OptimConfig
 
 
@@ -25,14 +24,52 @@ class ModelConfig:
 
     path   a Hugging Face folder: config.json, safetensors, tokenizer
     dtype  of activations and of the frozen weights; adapters are float32 in any case
+    latent_norm_eps   of the latent norms. None: rms_norm_eps of config.json, as servers compute;
+                      `transformers` always uses 1e-6
     """
 
     path: str
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    latent_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("model.path is empty: name a folder with a checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """The [train] section.
+
+    steps             optimizer steps of the whole run
+    accumulation      packs a step (microbatches)
+    seed              of the global random generators; data and adapters have their own
+    recompute         run each layer again in the backward pass instead of keeping its activations
+    eval_every        steps between evaluations; 0: only before the first step and at the end
+    log_every         steps between console lines
+    tensorboard       also write TensorBoard files
+    output_dir        folder of the run
+    timeout_seconds   how long a rank waits for another before the run ends with an error
+    """
+
+    steps: int
+    accumulation: int = 1
+    seed: int = 0
+    recompute: bool = True
+    eval_every: int = 0
+    log_every: int = 1
+    tensorboard: bool = False
+    output_dir: str
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("accumulation", 1), ("log_every", 1), ("eval_every", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"train.{name} is {getattr(self, name)}: it must be >= {least}")
+        if not self.output_dir:
+            raise ConfigError("train.output_dir is empty: name a folder for the run")
+        if not self.timeout_seconds > 0:
+            raise ConfigError(f"train.timeout_seconds is {self.timeout_seconds}: it must be > 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +87,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.parallel.cp:
-            self._check_divides(self.parallel.cp)
+            self._check_divides(self.parallel.dp * self.parallel.cp)
         if self.train.eval_every > 0 and self.data.eval_path is None:
             raise ConfigError(
                 f"train.eval_every is {self.train.eval_every}, but there is no held-out data: "
@@ -64,20 +101,17 @@ class RunConfig:
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ConfigError unless `world_size` ranks can run this."""
-        if self.parallel.cp not in (0, world_size):
-            raise ConfigError(
-                f"parallel.cp is {self.parallel.cp}, but the run has {world_size} "
-                f"rank{'s' if world_size > 1 else ''}: set parallel.cp (0 takes them all) or "
-                f"--nproc-per-node {self.parallel.cp}"
-            )
+        self.parallel.resolve_cp(world_size)
         self._check_divides(world_size)
 
-    def _check_divides(self, ranks: int) -> None:
-        if self.data.pack_length % ranks:
-            below = self.data.pack_length // ranks * ranks
+    def _check_divides(self, world_size: int) -> None:
+        multiple = self.parallel.pack_multiple(world_size)
+        if self.data.pack_length % multiple:
+            above = -(-self.data.pack_length // multiple) * multiple
             raise ConfigError(
-                f"data.pack_length is {self.data.pack_length}: it must be a multiple of the "
-                f"{ranks} ranks that share a pack, such as {below or ranks} or {below + ranks}"
+                f"data.pack_length is {self.data.pack_length}: it must be a multiple of "
+                f"{multiple} for the ranks that share a pack ({self.parallel.partition}), such as "
+                f"{above}"
             )
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -40,6 +40,8 @@ EXIT_USER_ERROR = 2
 # its peer never looks like the first to fail.
 SECONDS_BEFORE_EXIT = 1.0
 
+Work = Callable[[RunConfig], int]
+
 
 def run(
     path: Path, overrides: Sequence[str], found: ranks.Ranks, *, master_port: int | None
@@ -53,7 +55,7 @@ def run(
     config.check_ranks(found.world_size)
     if found.started_by == "none" and found.world_size > 1:
         port = ranks.local_port(os.environ, master_port)
-        return start_ranks(config, found.world_size, port)
+        return start_ranks(loop.train, config, found.world_size, port)
     try:
         return loop.train(config)
     except FullspanError as error:
@@ -97,11 +99,13 @@ class Report:
     text: str
 
 
-def start_ranks(config: RunConfig, count: int, port: int) -> int:
-    """Run `count` ranks on this machine and wait for them; the exit code.
+def start_ranks(work: Work, config: RunConfig, count: int, port: int) -> int:
+    """Run `work(config)` on `count` ranks of this machine and wait for them; the exit code.
 
-    port: where they meet, 0 for any free one. Raises LaunchError with the message of the rank that
-    failed first; a traceback that is no user's fault goes to stderr instead.
+    work: a function of some module's top level; its result is a rank's exit code.
+    port: where the ranks meet, 0 for any free one.
+    Raises LaunchError with the message of the rank that failed first; the traceback of an error
+    that is not a user's goes to stderr instead.
     """
     launch_config = LaunchConfig(
         min_nodes=1,
@@ -121,7 +125,7 @@ def start_ranks(config: RunConfig, count: int, port: int) -> int:
         _forward_signals() as received,
     ):
         try:
-            codes = elastic_launch(launch_config, _rank_main)(config, folder, os.getpid())
+            codes = elastic_launch(launch_config, _rank_main)(work, config, folder, os.getpid())
         except ChildFailedError as failure:
             if received:
                 return 128 + received[0]
@@ -131,8 +135,8 @@ def start_ranks(config: RunConfig, count: int, port: int) -> int:
     return 128 + received[0] if received else max(codes.values())
 
 
-def _rank_main(config: RunConfig, folder: str, parent: int) -> int:
-    """One rank that start_ranks has started: trains, or leaves a report in `folder` and exits."""
+def _rank_main(work: Work, config: RunConfig, folder: str, parent: int) -> int:
+    """One rank that start_ranks has started: works, or leaves a report in `folder` and exits."""
     rank = int(os.environ["RANK"])
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
@@ -143,7 +147,7 @@ def _rank_main(config: RunConfig, folder: str, parent: int) -> int:
 
     signal.signal(signal.SIGINT, on_interrupt)
     try:
-        return loop.train(config)
+        return work(config)
     except FullspanError as error:
         report = Report(rank=rank, seconds=time.time(), mendable=True, text=str(error))
     except Exception:

@@ -16,18 +16,16 @@ Leaves out starting the ranks (launch.py) and what is said before the first step
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING
 
 import torch
 
+from fullspan.checkpoint.adapter import write_adapter
 from fullspan.checkpoint.resume import FOLDER
-from fullspan.errors import ConfigError
-from fullspan.lora.state import to_peft
 from fullspan.parallel.collectives import all_reduce_sum
 from fullspan.parallel.mesh import Mesh, open_mesh
+from fullspan.train.config import RunConfig
 from fullspan.train.metrics import (
     METRICS_FILE,
     Console,
@@ -41,49 +39,11 @@ from fullspan.train.plot import PLOT_FILE, plot_losses
 from fullspan.train.setup import RunParts, prepare
 from fullspan.train.stop import StopRequest
 
-if TYPE_CHECKING:
-    import fullspan.train.config
-
 ADAPTER_FOLDER = "adapter"
 _RECENT_STEPS = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """The [train] section.
-
-    steps             optimizer steps of the whole run
-    accumulation      packs a step (microbatches)
-    seed              of the global random generators; data and adapters have their own
-    recompute         run each layer again in the backward pass instead of keeping its activations
-    eval_every        steps between evaluations; 0: only before the first step and at the end
-    log_every         steps between console lines
-    tensorboard       also write TensorBoard files
-    output_dir        folder of the run
-    timeout_seconds   how long a rank waits for another before the run ends with an error
-    """
-
-    steps: int
-    accumulation: int = 1
-    seed: int = 0
-    recompute: bool = True
-    eval_every: int = 0
-    log_every: int = 1
-    tensorboard: bool = False
-    output_dir: str
-    timeout_seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("accumulation", 1), ("log_every", 1), ("eval_every", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"train.{name} is {getattr(self, name)}: it must be >= {least}")
-        if not self.output_dir:
-            raise ConfigError("train.output_dir is empty: name a folder for the run")
-        if not self.timeout_seconds > 0:
-            raise ConfigError(f"train.timeout_seconds is {self.timeout_seconds}: it must be > 0")
-
-
-def train(config: "fullspan.train.config.RunConfig") -> int:
+def train(config: RunConfig) -> int:
     """Trains on this rank; the environment says which it is (see parallel/mesh.py).
 
     Returns 0, or 128 + the signal that stopped the run after a step, as a shell would.
@@ -95,7 +55,7 @@ def train(config: "fullspan.train.config.RunConfig") -> int:
         return train_on(config, mesh)
 
 
-def train_on(config: "fullspan.train.config.RunConfig", mesh: Mesh) -> int:
+def train_on(config: RunConfig, mesh: Mesh) -> int:
     """`train` where the ranks have met already."""
     console = Console(first_rank=mesh.is_main)
     run = _Run(config, mesh, console, prepare(config, mesh, console))
@@ -110,7 +70,7 @@ class _Run:
 
     def __init__(
         self,
-        config: "fullspan.train.config.RunConfig",
+        config: RunConfig,
         mesh: Mesh,
         console: Console,
         parts: RunParts,
@@ -120,7 +80,7 @@ class _Run:
         self.eval_packs, self.fingerprint = parts.eval_packs, parts.fingerprint
         self.folder = Path(config.train.output_dir)
         self.metrics: MetricsWriter | None = None
-        self.saved_step = self.session.finished_steps if self.session.finished_steps else None
+        self.checkpoint = parts.start
         if mesh.is_main:
             self.metrics = MetricsWriter(
                 self.folder,
@@ -162,7 +122,7 @@ class _Run:
         number, memory = self._agree(stop.signal_number)
         seconds = time.perf_counter() - started
         self._seconds.append(seconds)
-        total, per_rank = throughput(result.tokens, seconds, self.mesh.world_size)
+        total, per_rank = throughput(result.tokens, seconds, self.mesh.world.size)
         step = self.session.finished_steps
         record = {
             "kind": "train",
@@ -190,11 +150,11 @@ class _Run:
 
     def _agree(self, number: int) -> tuple[int, int]:
         """(a signal that any rank got, or 0; the highest peak memory of a rank, in bytes)."""
-        signals = torch.zeros(self.mesh.world_size, device=self.mesh.device)
-        memory = torch.zeros(self.mesh.world_size, device=self.mesh.device)
-        signals[self.mesh.rank] = number
-        memory[self.mesh.rank] = peak_memory(self.mesh.device).bytes
-        all_reduce_sum([signals, memory], self.mesh.cp_group)
+        signals = torch.zeros(self.mesh.world.size, device=self.mesh.device)
+        memory = torch.zeros(self.mesh.world.size, device=self.mesh.device)
+        signals[self.mesh.world.rank] = number
+        memory[self.mesh.world.rank] = peak_memory(self.mesh.device).bytes
+        all_reduce_sum([signals, memory], self.mesh.world.group)
         return int(signals.max()), int(memory.max())
 
     def _evaluation_is_missing(self) -> bool:
@@ -207,7 +167,7 @@ class _Run:
         due = step in (0, self.config.train.steps) or _is_due(step, self.config.train.eval_every)
         here = self.metrics is not None and not self.metrics.has_evaluation(step)
         answer = torch.tensor([float(due and here)], device=self.mesh.device)
-        all_reduce_sum([answer], self.mesh.cp_group)
+        all_reduce_sum([answer], self.mesh.world.group)
         return bool(answer.item())
 
     def _evaluate(self) -> None:
@@ -233,6 +193,7 @@ class _Run:
             fingerprint=self.fingerprint,
             keep_last=self.config.checkpoint.keep_last,
         )
+        self.checkpoint = path
         self.console.print(f"saved {path}")
         return path
 
@@ -246,11 +207,18 @@ class _Run:
         return 128 + number
 
     def _finish(self) -> None:
-        """The adapter and the plot, by the first rank."""
+        """The adapter and the plot, by the first rank: from the last checkpoint, which holds the
+        experts of every rank."""
         if self.metrics is None:
             return
+        assert self.checkpoint is not None, "the last step saves"
         adapter, plot = self.folder / ADAPTER_FOLDER, self.folder / PLOT_FILE
-        to_peft(self.session.model, self.config.lora, self.config.model.path, adapter)
+        write_adapter(
+            self.checkpoint,
+            adapter,
+            model_path=Path(self.config.model.path),
+            lora=self.config.lora,
+        )
         plot_losses(self.metrics.records, plot, f"Training loss: {self.folder.name}")
         self.console.print(
             f"finished {self.config.train.steps} steps\n"

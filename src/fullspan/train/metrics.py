@@ -14,6 +14,7 @@ of ranks.
 import json
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -196,8 +197,14 @@ class Console:
     def start_bar(self, total_steps: int, finished_steps: int) -> None:
         """Shows a bar, if standard error is a terminal."""
         if self.first_rank and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            # Not as tqdm finds it: a terminal that does not know its size would get no bar.
+            size = shutil.get_terminal_size()
             self._bar = tqdm(
-                total=total_steps, initial=finished_steps, unit="step", dynamic_ncols=True
+                total=total_steps,
+                initial=finished_steps,
+                unit="step",
+                ncols=size.columns,
+                nrows=size.lines,
             )
 
     def advance(self, loss: float) -> None:

@@ -8,7 +8,7 @@ here communicates.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -105,17 +105,15 @@ class AdapterOptimizer:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
-    def gradient_norm(self) -> Tensor:
-        """The 2-norm over all gradients together, a scalar in fp32. Missing gradients count as
-        zero."""
-        for parameter in self._parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+    def gradient_norm(self, names: Collection[str] | None = None) -> Tensor:
+        """The 2-norm over the gradients of `names` (None: of all) together, a scalar in fp32.
+        Missing gradients count as zero."""
+        chosen = self._parameters if names is None else names
+        gradients = [self._parameters[name].grad for name in chosen]
+        return torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
 
     def step(self, norm: Tensor) -> float:
-        """Clips by `norm` (from `gradient_norm`), updates the parameters, frees the gradients;
+        """Clips by `norm` (of all gradients together), updates the parameters, frees the gradients;
         returns the rate used."""
         if self.config.clip_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(

@@ -5,7 +5,6 @@ Text only, from what setup.py has built; nothing here decides anything.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,11 +15,8 @@ from fullspan.data.packing import IGNORE, Document, Pack
 from fullspan.data.report import PackingReport
 from fullspan.lora.inject import LoraConfig
 from fullspan.parallel.mesh import Mesh
+from fullspan.train.config import LoopConfig, ModelConfig
 from fullspan.train.session import Session
-
-if TYPE_CHECKING:
-    import fullspan.train.config
-    import fullspan.train.loop
 
 _SHOWN_TOKENS = 200
 """on either side of where the training starts"""
@@ -50,7 +46,7 @@ def sample_lines(pack: Pack, tokenizer: PreTrainedTokenizerBase, *, color: bool)
 
 
 def model_lines(
-    config: "fullspan.train.config.ModelConfig",
+    config: ModelConfig,
     session: Session,
     lora: LoraConfig,
     adapted: Sequence[str],
@@ -81,22 +77,21 @@ def model_lines(
     )
 
 
-def batch_lines(
-    config: "fullspan.train.loop.LoopConfig", mesh: Mesh, session: Session, loader: PackLoader
-) -> str:
+def batch_lines(config: LoopConfig, mesh: Mesh, session: Session, loader: PackLoader) -> str:
     """Topology and the arithmetic of a step."""
     rows = len(loader.packs[0].tokens)
-    step_rows = rows * config.accumulation
-    epochs = config.steps * config.accumulation / len(loader.packs)
+    packs = config.accumulation * mesh.dp.size
+    step_rows = rows * packs
+    epochs = config.steps * packs / len(loader.packs)
     return _lines(
         (
             "ranks",
-            f"{mesh.world_size}, each pack over {mesh.cp_size} ({session.partition}): "
-            f"{rows // mesh.cp_size:,} rows a rank",
+            f"{mesh.world.size} = dp {mesh.dp.size} x cp {mesh.cp.size}, ep {mesh.ep.size}; "
+            f"{session.partition}: {rows // mesh.cp.size:,} rows a rank",
         ),
         (
             "batch",
-            f"{config.accumulation} pack(s) x {rows:,} rows = {step_rows:,} rows a step; "
+            f"{packs} pack(s) x {rows:,} rows = {step_rows:,} rows a step; "
             f"{config.steps:,} steps = {config.steps * step_rows:,} rows = {epochs:.2f} epochs",
         ),
     )

@@ -5,6 +5,8 @@ steps, its console and its files are loop.py's.
     result = session.forward_backward(packs)    # loss of the whole step over all ranks
     update = session.optim_step()               # reduces, clips, updates
 
+`forward_backward` takes other losses than cross-entropy too, see losses.py.
+
 Global token normalisation: the loss of a step is the sum of the negative log likelihoods of every
 trained token in all its packs and on all ranks, divided by their number in all packs and on all
 ranks, and the gradients are exactly those of that loss. It therefore does not depend on how the
@@ -14,6 +16,7 @@ the same packs, and enter every collective also with no trained token of their o
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +24,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullspan.checkpoint.folders import Header, read_header
 from fullspan.checkpoint.resume import load_checkpoint, save_checkpoint
-from fullspan.data.packing import Pack
+from fullspan.data.packing import Pack, untrained
 from fullspan.errors import ConfigError, DataError, TrainingError
+from fullspan.lora.inject import adapters_off, expert_parameters
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.linear_cross_entropy.op import linear_cross_entropy
 from fullspan.ops.packed import PackedLayout
+from fullspan.parallel.balance import IndexerBalance
 from fullspan.parallel.collectives import all_reduce_gradients, all_reduce_sum
 from fullspan.parallel.context import SequenceContext
+from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.mesh import Mesh
 from fullspan.parallel.sequence import Partition
 from fullspan.shapes import Float, Int64, Tensor
@@ -54,12 +60,27 @@ class Microbatch:
 
 LossFunction = Callable[[Tensor, Microbatch], Tensor]
 """(negative log likelihood of each local row [rows], 0 where untrained; its microbatch) -> losses,
-of any shape, whose sum over rows, ranks and microbatches is divided by the trained tokens."""
+of any shape, whose sum over rows, ranks and microbatches is divided by the trained tokens of all
+packs, or by what a `Loss` counts. It is called on every rank, also without a trained row, and what
+it returns depends on its first argument there too."""
+
+
+class Loss(ABC):
+    """A LossFunction that is divided by something else than the trained tokens."""
+
+    @abstractmethod
+    def __call__(self, nll: Tensor, microbatch: Microbatch) -> Tensor:
+        """See LossFunction."""
+
+    @abstractmethod
+    def count(self, pack: Pack) -> float:
+        """What `pack` adds to the divisor, not negative. The same on every rank, as the pack is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Of all ranks together. loss: per trained token. tokens: of the packs, without padding."""
+    """Of all ranks together. loss: per trained token, or per what a `Loss` counts. tokens: of the
+    packs, without padding."""
 
     loss: float
     trained_tokens: int
@@ -83,6 +104,7 @@ class Session:
         total_steps: where the learning rate's decay ends.
         mesh: the ranks; None: this process alone.
         partition: which rows of a pack each rank holds.
+        balance_indexer: whether ranks trade rows of the indexer, see ParallelConfig.
 
     Raises:
         ConfigError: `adapters` are not exactly what requires a gradient in `model`.
@@ -97,6 +119,7 @@ class Session:
         total_steps: int,
         mesh: Mesh | None = None,
         partition: str = "contiguous",
+        balance_indexer: str = "auto",
     ):
         trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         if trainable != set(adapters) or not adapters:
@@ -110,11 +133,23 @@ class Session:
         self.model = model
         self.adapters = dict(adapters)
         self.optimizer = AdapterOptimizer(adapters, optim, total_steps)
-        self.device = model.lm_head.weight.device
-        self.cp_rank, self.cp_size, self.group = 0, 1, None
-        if mesh is not None:
-            self.cp_rank, self.cp_size, self.group = mesh.cp_rank, mesh.cp_size, mesh.cp_group
+        self.mesh = mesh or Mesh.single(next(iter(adapters.values())).device)
+        self.device = self.mesh.device
         self.partition = partition
+        self.expert_parallel = ExpertParallel(
+            experts=model.config.n_routed_experts,
+            rank=self.mesh.ep.rank,
+            size=self.mesh.ep.size,
+            group=self.mesh.ep.group,
+        )
+        self.balance = IndexerBalance(
+            choice=balance_indexer,
+            heads=model.config.index_n_heads,
+            dim=model.config.index_head_dim,
+            topk=model.config.index_topk,
+            itemsize=model.model.norm.weight.dtype.itemsize,
+        )
+        self._sharded = expert_parameters(model) if self.mesh.ep.size > 1 else frozenset()
         self._reduced = False
 
     @property
@@ -127,16 +162,23 @@ class Session:
         Raises:
             LayoutError: the ranks cannot share the pack evenly.
         """
-        partition = Partition(mode=self.partition, size=self.cp_size, length=len(pack.tokens))
+        cp = self.mesh.cp
+        partition = Partition(mode=self.partition, size=cp.size, length=len(pack.tokens))
         layout = PackedLayout(cu_seqlens=pack.cu_seqlens, padded_length=len(pack.tokens))
-        row_ids = partition.rows(self.cp_rank)
+        row_ids = partition.rows(cp.rank)
         return Microbatch(
             pack=pack,
             row_ids=row_ids.to(self.device),
             tokens=pack.tokens[row_ids].to(self.device),
             labels=pack.labels[row_ids].to(self.device),
             sequence=SequenceContext.create(
-                layout, partition, rank=self.cp_rank, group=self.group, device=self.device
+                layout,
+                partition,
+                experts=self.expert_parallel,
+                rank=cp.rank,
+                group=cp.group,
+                device=self.device,
+                balance=self.balance,
             ),
         )
 
@@ -147,14 +189,20 @@ class Session:
         every rank; `forward_backward` runs them one at a time.
         """
         hidden = self.model(microbatch.tokens, microbatch.sequence)
-        return linear_cross_entropy(
-            hidden, self.model.lm_head.weight, microbatch.labels, options=self.model.options
-        )
+        return self.model.token_losses(hidden, microbatch.labels)
+
+    @torch.no_grad()
+    def base_losses(self, microbatch: Microbatch) -> Float[Tensor, "rows"]:
+        """What `forward` would give without adapters, without its graph. Entered by every rank."""
+        with adapters_off(self.model):
+            return self.forward(microbatch)
 
     def forward_backward(
         self, packs: Sequence[Pack], loss_fn: LossFunction | None = None
     ) -> StepResult:
-        """Adds the gradients of the loss over `packs`, the microbatches of one step, to `.grad`.
+        """Adds the gradients of the loss over `packs`, all microbatches of one step, to `.grad`.
+
+        Replica d of n takes the packs d, d + n, ...; every rank is given all of them.
 
         The gradients stay those of this rank's rows until `gradients` or `optim_step`.
 
@@ -167,9 +215,12 @@ class Session:
                 "the gradients are summed over the ranks already: call optim_step or zero_grad "
                 "before the next forward_backward"
             )
-        trained = sum(pack.trained_tokens for pack in packs)
+        count = sum(
+            loss_fn.count(pack) if isinstance(loss_fn, Loss) else pack.trained_tokens
+            for pack in packs
+        )
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for pack in packs:
+        for pack in self._share(packs):
             microbatch = self.place(pack)
             losses = self.forward(microbatch)
             if loss_fn is not None:
@@ -178,14 +229,17 @@ class Session:
                     raise ConfigError(
                         "loss_fn must return a value computed from its first argument"
                     )
-            (losses.sum() / max(trained, 1)).backward()
+            (losses.sum() / (count or 1)).backward()
             total += losses.detach().sum(dtype=torch.float64)
-        return self._result(total, packs, trained)
+        return self._result(total, packs, count)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients summed over the ranks, by the adapters' names. Entered by every rank."""
         if not self._reduced:
-            all_reduce_gradients(list(self.adapters.values()), self.group)
+            everywhere = [p for n, p in self.adapters.items() if n not in self._sharded]
+            all_reduce_gradients(everywhere, self.mesh.world.group)
+            shards = [p for n, p in self.adapters.items() if n in self._sharded]
+            all_reduce_gradients(shards, self.mesh.replicas.group)
             self._reduced = True
         return {name: p.grad for name, p in self.adapters.items() if p.grad is not None}
 
@@ -197,7 +251,7 @@ class Session:
                 gradient is left.
         """
         self.gradients()
-        norm = self.optimizer.gradient_norm()
+        norm = self._gradient_norm()
         value = float(norm)
         if not math.isfinite(value):
             self.zero_grad()
@@ -222,7 +276,7 @@ class Session:
         if not trained:
             raise DataError("the evaluation packs have no trained token (setting data.eval_path)")
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for pack in packs:
+        for pack in self._share(packs):
             total += self.forward(self.place(pack)).sum(dtype=torch.float64)
         return self._result(total, packs, trained)
 
@@ -243,7 +297,7 @@ class Session:
             loader=loader or {},
             fingerprint=fingerprint or {},
             keep_last=keep_last,
-            group=self.group,
+            group=self.mesh.world.group,
         )
 
     def load(self, path: Path) -> Header:
@@ -253,7 +307,8 @@ class Session:
             CheckpointError: it does not fit or is damaged. Nothing was changed.
         """
         header = read_header(path)
-        tensors = load_checkpoint(path, self._state_tensors(), self.group)
+        loaded = load_checkpoint(path, self._state_tensors(), self.mesh.world.group)
+        tensors = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in loaded.items()}
         moments = {n.removeprefix("optim."): t for n, t in tensors.items() if n[:6] == "optim."}
         with torch.no_grad():
             for name, parameter in self.adapters.items():
@@ -265,14 +320,41 @@ class Session:
     def _state_tensors(self) -> dict[str, Tensor]:
         adapters = {f"adapter.{name}": p.detach() for name, p in self.adapters.items()}
         moments = self.optimizer.state_tensors()
-        return adapters | {f"optim.{name}": tensor for name, tensor in moments.items()}
+        state = adapters | {f"optim.{name}": tensor for name, tensor in moments.items()}
+        return {name: self._global(name, tensor) for name, tensor in state.items()}
 
-    def _result(self, total: Tensor, packs: Sequence[Pack], trained: int) -> StepResult:
-        all_reduce_sum([total], self.group)
-        loss = float(total) / max(trained, 1)
+    def _global(self, name: str, tensor: Tensor) -> Tensor:
+        """Of expert adapters the whole, of which this rank holds its experts' part: so that it can
+        be saved and loaded on any number of ranks."""
+        parameter = name.partition(".")[2].removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
+        if parameter not in self._sharded or self.mesh.experts is None:
+            return tensor
+        places = [Replicate(), Shard(0)]
+        return DTensor.from_local(tensor, self.mesh.experts, places, run_check=False)
+
+    def _share(self, packs: Sequence[Pack]) -> Sequence[Pack]:
+        """This replica's packs: as many as any other's, the last may be an untrained filler."""
+        dp = self.mesh.dp
+        if odd := len(packs) % dp.size:
+            packs = [*packs, *[untrained(packs[0])] * (dp.size - odd)]
+        return packs[dp.rank :: dp.size]
+
+    def _gradient_norm(self) -> Tensor:
+        """Of all gradients together, those of other ranks' experts included."""
+        if not self._sharded:
+            return self.optimizer.gradient_norm()
+        experts = self.optimizer.gradient_norm(self._sharded).square()
+        all_reduce_sum([experts], self.mesh.ep.group)
+        others = self.optimizer.gradient_norm(self.adapters.keys() - self._sharded)
+        return (others.square() + experts).sqrt()
+
+    def _result(self, total: Tensor, packs: Sequence[Pack], count: float) -> StepResult:
+        all_reduce_sum([total], self.mesh.world.group)
+        loss = float(total) / (count or 1)
         if not math.isfinite(loss):
             self.zero_grad()
             raise TrainingError(self._not_finite("loss", loss))
+        trained = sum(pack.trained_tokens for pack in packs)
         tokens = sum(int(pack.cu_seqlens[-1]) for pack in packs)
         return StepResult(loss=loss, trained_tokens=trained, tokens=tokens)
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch
 from fullspan import settings
 from fullspan.checkpoint.folders import Header, read_header
 from fullspan.checkpoint.load import Progress, load_model, progress_bar
-from fullspan.checkpoint.resume import check_fingerprint, find_checkpoint
+from fullspan.checkpoint.resume import check_fingerprint, find_checkpoint, stored_shapes
 from fullspan.data.load import load_packs, load_tokenizer
 from fullspan.data.loader import PackLoader
 from fullspan.data.packing import Pack
@@ -28,11 +28,9 @@ from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.parallel.mesh import Mesh
 from fullspan.train import report
+from fullspan.train.config import RunConfig
 from fullspan.train.metrics import Console
 from fullspan.train.session import Session
-
-if TYPE_CHECKING:
-    import fullspan.train.config
 
 CONFIG_FILE = "config.toml"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -41,21 +39,23 @@ _SAMPLED_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What the loop runs on. fingerprint: settings that a resumed run must share."""
+    """What the loop runs on. fingerprint: settings that a resumed run must share. start: the
+    checkpoint that the run continues from."""
 
     session: Session
     loader: PackLoader
     eval_packs: list[Pack]
     fingerprint: Mapping[str, Any]
+    start: Path | None
 
 
-def prepare(config: "fullspan.train.config.RunConfig", mesh: Mesh, console: Console) -> RunParts:
+def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
     """Builds the parts of a run on this rank, at the step where it starts.
 
     Raises:
         FullspanError: a setting, the data, the model folder or the checkpoint cannot be used.
     """
-    seed_generators(config.train.seed + mesh.rank)
+    seed_generators(config.train.seed + mesh.world.rank)
     marks = fingerprint(config)
     start, header = _start(config, mesh, console, marks)
     model_config = DsaConfig.load(Path(config.model.path))
@@ -73,12 +73,30 @@ def prepare(config: "fullspan.train.config.RunConfig", mesh: Mesh, console: Cons
         console.print(report.data_lines("held out", config.data.eval_path, packing))
     loader = PackLoader(
         packs,
-        microbatches=config.train.accumulation,
+        microbatches=config.train.accumulation * config.parallel.dp,
         shuffle=config.data.shuffle,
         seed=config.data.seed,
     )
     if header is not None:
         loader.load_state(header.loader)
+    session, adapted = open_session(config, mesh)
+    console.print(report.model_lines(config.model, session, config.lora, adapted))
+    console.print(report.batch_lines(config.train, mesh, session, loader))
+    if start is not None:
+        session.load(start)
+    if mesh.is_main:
+        write_config(Path(config.train.output_dir), settings.dump_toml(config))
+    return RunParts(
+        session=session, loader=loader, eval_packs=eval_packs, fingerprint=marks, start=start
+    )
+
+
+def open_session(config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
+    """A session with the configuration's model and fresh adapters, and what they adapt.
+
+    Raises:
+        FullspanError: the model folder, the adapters' targets or the ranks do not fit.
+    """
     model = _load(config, mesh)
     adapted = inject(model, config.lora)
     session = Session(
@@ -88,14 +106,9 @@ def prepare(config: "fullspan.train.config.RunConfig", mesh: Mesh, console: Cons
         total_steps=config.train.steps,
         mesh=mesh,
         partition=config.parallel.partition,
+        balance_indexer=config.parallel.balance_indexer,
     )
-    console.print(report.model_lines(config.model, session, config.lora, adapted))
-    console.print(report.batch_lines(config.train, mesh, session, loader))
-    if start is not None:
-        session.load(start)
-    if mesh.is_main:
-        write_config(Path(config.train.output_dir), settings.dump_toml(config))
-    return RunParts(session=session, loader=loader, eval_packs=eval_packs, fingerprint=marks)
+    return session, adapted
 
 
 def seed_generators(seed: int) -> None:
@@ -105,7 +118,7 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def fingerprint(config: "fullspan.train.config.RunConfig") -> dict[str, Any]:
+def fingerprint(config: RunConfig) -> dict[str, Any]:
     """{setting: value} of everything that the next step of a run depends on beside its checkpoint.
 
     Left out are settings that change rounding at most ([parallel], [ops], train.recompute), paths,
@@ -115,7 +128,9 @@ def fingerprint(config: "fullspan.train.config.RunConfig") -> dict[str, Any]:
         "model.dtype": config.model.dtype,
         "the model's config.json": _digest(Path(config.model.path), "config.json"),
         "the model's weights": _digest(Path(config.model.path), "*.safetensors"),
-        "train.accumulation": config.train.accumulation,
+        "packs a step (train.accumulation x parallel.dp)": (
+            config.train.accumulation * config.parallel.dp
+        ),
     }
     if config.optim.schedule != "constant":
         marks["train.steps"] = config.train.steps
@@ -140,30 +155,31 @@ def _digest(folder: Path, pattern: str) -> str:
 
 
 def _start(
-    config: "fullspan.train.config.RunConfig",
+    config: RunConfig,
     mesh: Mesh,
     console: Console,
     marks: Mapping[str, Any],
 ) -> tuple[Path | None, Header | None]:
     """The checkpoint to resume from, checked against the settings."""
     folder = Path(config.train.output_dir)
-    path, remarks = find_checkpoint(config.checkpoint, folder, mesh.cp_group)
+    path, remarks = find_checkpoint(config.checkpoint, folder, mesh.world.group)
     for remark in remarks:
         console.print(remark)
     if path is None:
         return None, None
     header = read_header(path)
     check_fingerprint(path, header, marks)
+    stored_shapes(path)  # readable at all
     console.print(f"resuming from {path}, after step {header.step} of {config.train.steps}")
-    if header.world_size != mesh.world_size:
+    if header.world_size != mesh.world.size:
         console.print(
-            f"it was written by {header.world_size} rank(s) and now there are {mesh.world_size}: "
+            f"it was written by {header.world_size} rank(s) and now there are {mesh.world.size}: "
             "losses will agree to rounding, not bit for bit"
         )
     return path, header
 
 
-def _load(config: "fullspan.train.config.RunConfig", mesh: Mesh) -> DsaForCausalLM:
+def _load(config: RunConfig, mesh: Mesh) -> DsaForCausalLM:
     """The frozen model; the first rank shows how far it is."""
     dtype = _DTYPES[config.model.dtype]
 
@@ -174,6 +190,9 @@ def _load(config: "fullspan.train.config.RunConfig", mesh: Mesh) -> DsaForCausal
             device=mesh.device,
             options=config.ops,
             recompute=config.train.recompute,
+            latent_norm_eps=config.model.latent_norm_eps,
+            mesh=mesh,
+            shard_weights=config.parallel.shard_weights,
             progress=progress,
         )
 

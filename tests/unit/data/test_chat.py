@@ -211,7 +211,7 @@ def test_what_the_template_would_leave_out_is_refused(tokenizer, chatml):
 
 def test_a_conversation_that_the_template_refuses(tokenizer):
     strict = "{% if messages[0].role != 'user' %}{{ raise_exception('user\nfirst') }}{% endif %}"
-    with pytest.raises(FieldError, match="refuses it: user'"):
+    with pytest.raises(FieldError, match="refuses it: user first'"):
         marked(
             variant(tokenizer, strict + tokenizer.chat_template),
             [{"role": "system", "content": "S"}],

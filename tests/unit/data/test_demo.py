@@ -7,7 +7,7 @@ import pytest
 
 from fullspan.cli import data
 from fullspan.data.config import DataConfig
-from fullspan.data.demo import write_demo
+from fullspan.data.demo import Question, module_questions, split_questions, write_demo
 from fullspan.data.load import load_packs
 from fullspan.errors import DataError
 
@@ -41,6 +41,46 @@ def test_held_out_questions_and_answers_are_not_trained(made):
     assert not {question for question, _ in train} & {question for question, _ in held_out}
     answers = [answer for _, answer in train + held_out]
     assert len(set(answers)) == len(answers)
+
+
+def test_questions_of_a_module():
+    source = '''
+def first(x):
+    """Give back what was\n    put in, unchanged.
+
+    More about it.
+    """
+class Box:
+    def get(self):
+        "Take out whatever lies in the box."
+    async def put(self):
+        "Put the thing into the box again."
+    def put(self):
+        "Put the thing into the box once more."
+def escaped():
+    """A line with a tab\\t in its docstring."""
+def short():
+    "Too short."
+def none(): ...
+'''
+    found = [(question.function, question.answer) for question in module_questions("m", source)]
+    assert found == [
+        ("first", "Give back what was\nput in, unchanged."),
+        ("Box.get", "Take out whatever lies in the box."),
+        ("Box.put", "Put the thing into the box again."),
+    ]
+    assert list(module_questions("m", "def broken(:")) == []
+
+
+def test_an_answer_occurs_once_over_both_files():
+    questions = [
+        Question(module="m", function=f"f{n}", source="s", answer=f"answer {n % 20}")
+        for n in range(200)
+    ]
+    chosen = split_questions(questions, 100, 100)
+    answers = [question.answer for part in chosen.values() for question in part]
+    assert sorted(answers) == sorted({question.answer for question in questions})
+    assert min(len(part) for part in chosen.values()) > 0
 
 
 def test_the_same_python_gives_the_same_files(made, tmp_path):

@@ -146,6 +146,10 @@ BAD_ROWS = {
         message(tool_calls=[{"name": "f", "arguments": "[1]"}]),
         r"tool_calls\[0\].arguments: expected an object, got list",
     ),
+    "nested": (
+        message(tool_calls=[{"name": "f", "arguments": {"k": json.loads("[" * 200 + "]" * 200)}}]),
+        r"arguments\.k\[0\].*: is nested more than 100 deep",
+    ),
     "tools type": ({**GOOD, "tools": {}}, ", field tools: expected a list, got dict"),
     "tool name": ({**GOOD, "tools": [{}]}, r"tools\[0\].*name: expected text, got null"),
     "control": (message(content="<|user|>"), r"messages\[1\].content: holds the control token"),

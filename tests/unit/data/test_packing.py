@@ -62,11 +62,11 @@ def test_assign_places_every_index_once_and_fits(seed):
     assert len(groups) <= 11 / 9 * -(-sum(lengths) // 100) + 1
 
 
-def test_assign_is_best_fit_not_first_fit():
-    # 60 and 50 open two packs; 45 fits only the second, 40 then only the first.
-    assert assign([60, 50, 45, 40], 100) == [[0, 3], [1, 2]]
-    # 6, 5: packs with room 4 and 5; 4 goes where it leaves the least room.
-    assert assign([5, 6, 4, 5], 10) == [[0, 3], [1, 2]]
+def test_assign_is_best_fit():
+    # 4 fits rooms 4 and 5 and goes where nothing is left (worst fit: the other one).
+    assert assign([6, 5, 4], 10) == [[0, 2], [1]]
+    # 1 fits rooms 13 and 1 (first fit: the pack opened first).
+    assert assign([17, 15, 14, 1], 30) == [[0], [1, 2, 3]]
 
 
 def test_packing_keeps_documents_whole_and_in_file_order():

@@ -1,6 +1,8 @@
 """The metrics file over restarts, throughput, memory, TensorBoard, console."""
 
 import json
+import os
+import pty
 import resource
 import signal
 import sys
@@ -159,3 +161,25 @@ def test_only_the_first_rank_speaks_and_no_bar_without_a_terminal(capsys):
         console.stop_bar()
     captured = capsys.readouterr()
     assert captured.out == "hello\n" and captured.err == ""
+
+
+def _with_a_terminal(rank, size):
+    controller, terminal = pty.openpty()
+    os.dup2(terminal, 1)
+    os.dup2(terminal, 2)
+    streams = [os.fdopen(number, "w", closefd=False) for number in (1, 2)]
+    sys.stdout, sys.stderr = streams
+    console = Console(first_rank=True)
+    console.start_bar(3, 1)
+    console.print("a line")
+    console.advance(0.125)
+    console.stop_bar()
+    sys.stderr.flush()
+    return os.read(controller, 1 << 16).decode()
+
+
+def test_a_terminal_gets_a_bar_that_starts_where_the_run_does(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    (shown,) = run_ranks(1, _with_a_terminal)
+    assert "1/3 [" in shown and "2/3 [" in shown and "loss 0.1250" in shown
+    assert "a line\r\n" in shown

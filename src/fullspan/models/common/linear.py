@@ -43,7 +43,10 @@ class Linear(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """One frozen matrix per expert, weight [experts, out, in]; y = x W_e^T for e's slots."""
+    """One frozen matrix per expert, weight [held experts, out, in]; y = x W_e^T for e's slots.
+
+    held: which of the model's `experts` are here; None: all of them.
+    """
 
     def __init__(
         self,
@@ -51,14 +54,16 @@ class GroupedLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
+        held: range | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.experts = experts
+        self.held = range(experts) if held is None else held
         self.in_features = in_features
         self.out_features = out_features
-        empty = torch.empty(experts, out_features, in_features, dtype=dtype, device=device)
+        empty = torch.empty(len(self.held), out_features, in_features, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
 
     def forward(
@@ -68,7 +73,8 @@ class GroupedLinear(nn.Module):
         return grouped_linear(x, self.weight, counts)
 
     def extra_repr(self) -> str:
-        return f"experts={self.experts}, in={self.in_features}, out={self.out_features}"
+        held = f"experts={len(self.held)} of {self.experts}"
+        return f"{held}, in={self.in_features}, out={self.out_features}"
 
 
 def grouped_linear(

@@ -1,9 +1,8 @@
 """Mixture of experts with DeepSeek-V3's router (noaux_tc): choose in groups by corrected score,
 weigh by plain score.
 
-Rows are sorted by expert, run through grouped linears and brought back, so that exchanging the
-sorted rows between ranks can later go between the sort and the grouped linears. Nothing here
-depends on how many ranks there are.
+Rows are sorted by expert, exchanged so that each is where its expert is (the identity on one rank),
+run through grouped linears, and brought back. Nothing here depends on how many ranks there are.
 """
 
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from torch import nn
 
 from fullspan.models.common.linear import GroupedLinear
 from fullspan.models.common.mlp import GatedMLP
+from fullspan.parallel.expert import ExpertParallel
 from fullspan.shapes import Float, Float32, Int64, Tensor
 
 
@@ -70,14 +70,14 @@ class Router(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """All routed experts as two grouped linears; the first holds gate above up, as `transformers`
-    fuses them.
+    """The routed experts that a rank holds, as two grouped linears; the first has gate above up, as
+    `transformers` fuses them.
     """
 
-    def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
+    def __init__(self, experts: int, held: range, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_up_proj = GroupedLinear(experts, hidden, 2 * intermediate)
-        self.down_proj = GroupedLinear(experts, intermediate, hidden)
+        self.gate_up_proj = GroupedLinear(experts, hidden, 2 * intermediate, held=held)
+        self.down_proj = GroupedLinear(experts, intermediate, hidden, held=held)
 
     def forward(
         self, x: Float[Tensor, "slots hidden"], counts: Int64[Tensor, "experts"]
@@ -98,17 +98,21 @@ class MixtureOfExperts(nn.Module):
         self.experts = experts
         self.shared_experts = shared_experts
 
-    def forward(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
-        return self._routed(x) + self.shared_experts(x)
+    def forward(
+        self, x: Float[Tensor, "rows hidden"], parallel: ExpertParallel
+    ) -> Float[Tensor, "rows hidden"]:
+        return self._routed(x, parallel) + self.shared_experts(x)
 
-    def _routed(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
+    def _routed(
+        self, x: Float[Tensor, "rows hidden"], parallel: ExpertParallel
+    ) -> Float[Tensor, "rows hidden"]:
         routing = self.gate(x)
         chosen = routing.experts.shape[1]
-        order = routing.experts.flatten().argsort(
-            stable=True
-        )  # slot -> (row, choice), sorted by expert
-        counts = torch.bincount(routing.experts.flatten(), minlength=self.gate.weight.shape[0])
-        out = self.experts(x[order // chosen], counts)
+        # Slot -> (row, choice), sorted by expert.
+        order = routing.experts.flatten().argsort(stable=True)
+        counts = torch.bincount(routing.experts.flatten(), minlength=parallel.experts)
+        dispatch = parallel.dispatch(x[order // chosen], counts)
+        out = parallel.combine(self.experts(dispatch.rows, dispatch.counts), dispatch)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
         # Weighted in the order of the choices: no atomics, so the sum is the same on every run.

@@ -23,7 +23,6 @@ from fullspan.models.common.linear import Linear
 from fullspan.models.common.norm import LayerNorm, RMSNorm
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.ops.backend import OpOptions
-from fullspan.ops.index_topk.op import index_topk
 from fullspan.ops.rope.op import apply_rope
 from fullspan.ops.selection import Selection
 from fullspan.parallel.context import SequenceContext
@@ -101,27 +100,19 @@ class Indexer(nn.Module):
         options: OpOptions,
     ) -> Selection:
         """`x` is the layer's normed input, `q_latent` the *normed* output of q_a_proj."""
-        keys = sequence.gather_index_keys(self._rotate(self.k_norm(self.wk(x)), angles))
+        keys = sequence.start_index_gather(self._rotate(self.k_norm(self.wk(x)), angles))
         query = self._rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), angles)
         # weights_proj is float32 whatever the model's dtype: rounding its result flips picks near
         # ties.
         weights = self.weights_proj(x.to(self.weights_proj.weight.dtype)).float()
         weights = weights * (self.heads**-0.5 * self.width**-0.5)
-        return index_topk(
-            query,
-            keys,
-            weights,
-            sequence.key_start,
-            sequence.key_end,
-            topk=self.topk,
-            options=options,
-        )
+        return sequence.select(query, keys, weights, topk=self.topk, options=options)
 
     def _rotate(
         self, x: Float[Tensor, "rows *heads width"], angles: Angles
     ) -> Float[Tensor, "rows *heads width"]:
         rotated, rest = x.split([self.rope, x.shape[-1] - self.rope], dim=-1)
-        rotated = apply_rope(rotated.contiguous(), *angles, interleaved=self.interleaved)
+        rotated = apply_rope(rotated, *angles, interleaved=self.interleaved)
         return torch.cat([rotated, rest], dim=-1)
 
 
@@ -180,7 +171,7 @@ class SparseLatentAttention(nn.Module):
 
     def _latent(self, x: Float[Tensor, "rows hidden"], angles: Angles) -> Float[Tensor, "rows qk"]:
         latent, rope = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], dim=-1)
-        rope = apply_rope(rope.contiguous(), *angles, interleaved=True)
+        rope = apply_rope(rope, *angles, interleaved=True)
         return torch.cat([self.kv_a_layernorm(latent), rope], dim=-1)
 
     def _absorbed_query(
@@ -188,5 +179,5 @@ class SparseLatentAttention(nn.Module):
     ) -> Float[Tensor, "rows heads qk"]:
         query = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1))
         nope, rope = query.split([self.nope, self.rope], dim=-1)
-        rope = apply_rope(rope.contiguous(), *angles, interleaved=True)
+        rope = apply_rope(rope, *angles, interleaved=True)
         return torch.cat([self.kv_b_proj.absorb_query(nope), rope], dim=-1)

@@ -5,6 +5,8 @@ named alike. It leaves out caches, generation, the multi-token-prediction layer 
 group: a model asks its SequenceContext, which is the identity on one rank.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -13,9 +15,11 @@ from fullspan.models.common.mlp import GatedMLP
 from fullspan.models.common.moe import GroupedExperts, MixtureOfExperts, Router
 from fullspan.models.common.norm import RMSNorm
 from fullspan.models.common.recompute import run_recomputed
+from fullspan.models.common.weights import ResidentWeights, WeightStore
 from fullspan.models.dsa.attention import Angles, SparseLatentAttention
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.ops.backend import OpOptions
+from fullspan.ops.linear_cross_entropy.op import linear_cross_entropy
 from fullspan.ops.rope.op import inverse_frequencies, rope_angles
 from fullspan.ops.selection import Selection
 from fullspan.parallel.context import SequenceContext
@@ -25,12 +29,13 @@ from fullspan.shapes import Float, Int64, Tensor
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: DsaConfig, layer: int, options: OpOptions) -> None:
+    def __init__(self, config: DsaConfig, layer: int, options: OpOptions, experts: range) -> None:
         super().__init__()
+        self.sparse = config.mlp_layer_types[layer] == "sparse"
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = SparseLatentAttention(config, layer, options)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = _mlp(config, layer)
+        self.mlp = _experts(config, experts) if self.sparse else _dense(config)
 
     def forward(
         self,
@@ -43,81 +48,131 @@ class DecoderLayer(nn.Module):
         """See SparseLatentAttention for `inherited` and `kept`."""
         out, selection = self.self_attn(self.input_layernorm(x), angles, sequence, inherited, kept)
         x = x + out
-        return x + self.mlp(self.post_attention_layernorm(x)), selection
+        normed = self.post_attention_layernorm(x)
+        extra = (sequence.experts,) if self.sparse else ()
+        return x + self.mlp(normed, *extra), selection
+
+
+class LanguageModelHead(Linear):
+    """The output projection: logits of rows, or without them the loss of each row's label."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "rows hidden"],
+        labels: Int64[Tensor, "rows"] | None = None,
+        options: OpOptions | None = None,
+    ) -> Tensor:
+        if labels is None or options is None:
+            return super().forward(x)
+        return linear_cross_entropy(x, self.weight, labels, options=options)
 
 
 class DsaModel(nn.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: DsaConfig, options: OpOptions, *, recompute: bool) -> None:
+    def __init__(
+        self, config: DsaConfig, options: OpOptions, *, recompute: bool, experts: range
+    ) -> None:
         super().__init__()
         self.recompute = recompute
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.requires_grad_(False)
-        layers = (DecoderLayer(config, layer, options) for layer in range(config.num_hidden_layers))
-        self.layers = nn.ModuleList(layers)
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, options, experts) for layer in layers
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope = (config.qk_rope_head_dim, config.rope_theta, config.yarn)
 
     def forward(
-        self, tokens: Int64[Tensor, "rows"], sequence: SequenceContext
+        self, tokens: Int64[Tensor, "rows"], sequence: SequenceContext, weights: WeightStore
     ) -> Float[Tensor, "rows hidden"]:
         inv_freq, factor = inverse_frequencies(*self.rope)
         angles = Angles(*rope_angles(sequence.positions, inv_freq.to(tokens.device), factor))
-        hidden = self.embed_tokens(tokens)
+        hidden = weights.run(0, self.embed_tokens, tokens)
         selection: Selection | None = None
-        for layer in self.layers:
-            hidden, selection = self._run(layer, hidden, angles, sequence, selection)
+        for index, layer in enumerate(self.layers):
+            run = partial(_run_layer, weights, index + 1, layer, angles, sequence, selection)
+            if self.recompute and torch.is_grad_enabled():
+                trained = [p for p in layer.parameters() if p.requires_grad]
+                hidden, selection = run_recomputed(run, hidden, trained)
+            else:
+                hidden, selection = run(hidden, None)
         return self.norm(hidden)
-
-    def _run(
-        self,
-        layer: nn.Module,
-        hidden: Tensor,
-        angles: Angles,
-        sequence: SequenceContext,
-        inherited: Selection | None,
-    ) -> tuple[Tensor, Selection]:
-        if not (self.recompute and torch.is_grad_enabled()):
-            return layer(hidden, angles, sequence, inherited, None)
-        trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-        return run_recomputed(
-            lambda x, kept: layer(x, angles, sequence, inherited, kept), hidden, trained
-        )
 
 
 class DsaForCausalLM(nn.Module):
-    """The model as training uses it: `forward` gives final hidden rows, the loss applies `lm_head`
-    in chunks.
+    """The model as training uses it: hidden rows, then the loss of each row in chunks.
 
     Args:
         recompute: keep only layer inputs and selections, and run each layer again in the backward
-        pass.
+            pass.
+        experts: the routed experts that this rank holds; None: all.
     """
 
-    def __init__(self, config: DsaConfig, options: OpOptions, *, recompute: bool) -> None:
+    def __init__(
+        self,
+        config: DsaConfig,
+        options: OpOptions,
+        *,
+        recompute: bool,
+        experts: range | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.options = options
-        self.model = DsaModel(config, options, recompute=recompute)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        held = range(config.n_routed_experts) if experts is None else experts
+        self.model = DsaModel(config, options, recompute=recompute, experts=held)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size)
+        self.weights: WeightStore = ResidentWeights()
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """What runs as one, in the order of the forward pass, as a WeightStore counts them."""
+        return [self.model.embed_tokens, *self.model.layers, self.lm_head]
 
     def forward(
         self, tokens: Int64[Tensor, "rows"], sequence: SequenceContext
     ) -> Float[Tensor, "rows hidden"]:
         """Hidden rows after the final norm, for the local rows of the pack."""
-        return self.model(tokens, sequence)
+        return self.model(tokens, sequence, self.weights)
+
+    def token_losses(
+        self, hidden: Float[Tensor, "rows hidden"], labels: Int64[Tensor, "rows"]
+    ) -> Float[Tensor, "rows"]:
+        """Negative log likelihood of each row's label, 0 where the row is not trained."""
+        return self.weights.run(self._head, self.lm_head, hidden, labels, self.options)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """All logits of the given rows at once: for tests, parity and short texts, never for
-        training.
-        """
-        return self.lm_head(hidden)
+        """All logits of the given rows at once: for tests, parity and short texts."""
+        return self.weights.run(self._head, self.lm_head, hidden)
+
+    @property
+    def _head(self) -> int:
+        return len(self.model.layers) + 1
 
 
-def _mlp(config: DsaConfig, layer: int) -> nn.Module:
-    if config.mlp_layer_types[layer] == "dense":
-        return GatedMLP(config.hidden_size, config.intermediate_size)
+def _run_layer(
+    weights: WeightStore,
+    unit: int,
+    layer: nn.Module,
+    angles: Angles,
+    sequence: SequenceContext,
+    inherited: Selection | None,
+    hidden: Tensor,
+    kept: Selection | None,
+) -> tuple[Tensor, Selection]:
+    """One layer; with a kept selection it is a recompute."""
+    return weights.run(
+        unit, layer, hidden, angles, sequence, inherited, kept, backward=kept is not None
+    )
+
+
+def _dense(config: DsaConfig) -> GatedMLP:
+    return GatedMLP(config.hidden_size, config.intermediate_size)
+
+
+def _experts(config: DsaConfig, held: range) -> MixtureOfExperts:
     router = Router(
         config.hidden_size,
         config.n_routed_experts,
@@ -128,7 +183,7 @@ def _mlp(config: DsaConfig, layer: int) -> nn.Module:
         normalise=config.norm_topk_prob,
     )
     experts = GroupedExperts(
-        config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        config.n_routed_experts, held, config.hidden_size, config.moe_intermediate_size
     )
     shared = GatedMLP(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts)
     return MixtureOfExperts(router, experts, shared)

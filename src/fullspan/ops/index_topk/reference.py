@@ -18,7 +18,7 @@ from fullspan.errors import ConfigError
 EMPTY = torch.iinfo(torch.int64).min
 LOW_BITS = (1 << 32) - 1
 TILE_KEYS = 256
-TILE_PRODUCTS = 1 << 17  # (row, head, key) products in a tile, to stay in a core's cache
+TILE_SCORES = 1 << 17  # per head and summed, in a tile, to stay in a core's cache
 BLOCK_KEYS = 1024  # least keys between two selections, unless the workspace is smaller
 CANDIDATE_BYTES = 48  # score, packed value and what selecting from them takes
 
@@ -33,32 +33,31 @@ def index_topk(
     workspace_bytes: int,
 ) -> tuple[Tensor, Tensor]:
     """ids int32 [rows, topk] ascending then -1, counts int32 [rows]."""
-    rows, heads, _ = query.shape
+    rows = query.shape[0]
     ids = torch.full((rows, topk), -1, dtype=torch.int32, device=query.device)
-    tile_rows = max(1, TILE_PRODUCTS // (TILE_KEYS * heads))
-    block_rows, block_keys = _block(query, tile_rows, topk, workspace_bytes)
+    block_rows, block_keys = _block(query, topk, workspace_bytes)
     for part in torch.arange(rows, device=query.device).split(block_rows):
         part = part[key_end[part] > key_start[part]]
         if len(part) == 0:
             continue
         start, end = key_start[part, None], key_end[part, None]
         low, high = int(start.min()) // TILE_KEYS * TILE_KEYS, int(end.max())
-        tile_query = pad(query[part].float(), (0, 0, 0, 0, 0, tile_rows - len(part)))
-        tile_weights = pad(weights[part].float(), (0, 0, 0, tile_rows - len(part)))
         best = start.new_full((len(part), topk), EMPTY)
         for first in range(low, high, block_keys):
             keys = key[first : min(first + block_keys, high)]
-            score = scores(tile_query, keys, tile_weights)[: len(part)]
+            score = scores(query[part], keys, weights[part])
             candidates = torch.cat([best, pack(score, first, start, end)], 1)
             best = candidates.topk(topk, dim=1, sorted=False).values
         ids[part] = unpack(best)
     return ids, (ids >= 0).sum(1, dtype=torch.int32)
 
 
-def _block(query: Tensor, tile_rows: int, topk: int, workspace_bytes: int) -> tuple[int, int]:
+def _block(query: Tensor, topk: int, workspace_bytes: int) -> tuple[int, int]:
     """Rows, and keys (whole tiles), between two selections."""
     heads, dim = query.shape[1:]
-    tile_bytes = 4 * (tile_rows * heads * (TILE_KEYS + 2 * dim) + 2 * TILE_KEYS * dim)
+    tile_rows = _tile_rows(heads)
+    row_elements = (heads + 1) * TILE_KEYS + 2 * heads * dim
+    tile_bytes = 4 * (tile_rows * row_elements + 2 * TILE_KEYS * dim)
     room = (workspace_bytes - tile_bytes) // CANDIDATE_BYTES
     if room < topk + TILE_KEYS:
         least = tile_bytes + CANDIDATE_BYTES * (topk + TILE_KEYS)
@@ -71,15 +70,22 @@ def _block(query: Tensor, tile_rows: int, topk: int, workspace_bytes: int) -> tu
     return rows, keys // TILE_KEYS * TILE_KEYS
 
 
+def _tile_rows(heads: int) -> int:
+    return max(1, TILE_SCORES // (TILE_KEYS * (heads + 1)))
+
+
 def scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-    """sum_h weights[t, h] * relu(query[t, h] . key[s]) in fp32, [rows, keys]."""
+    """sum_h weights[t, h] * relu(query[t, h] . key[s]) in fp32 [rows, keys]; rows up to a tile."""
     rows, heads, _ = query.shape
+    missing = _tile_rows(heads) - rows
+    query = pad(query.float(), (0, 0, 0, 0, 0, missing)).flatten(0, 1)
+    weights = pad(weights.float(), (0, 0, 0, missing))[:, None]
     out = query.new_empty((rows, key.shape[0]))
     for first in range(0, key.shape[0], TILE_KEYS):
         keys = key[first : first + TILE_KEYS].float()
         keys = pad(keys, (0, 0, 0, TILE_KEYS - len(keys)))
-        dots = torch.mm(query.flatten(0, 1), keys.T).relu_().view(rows, heads, TILE_KEYS)
-        tile = torch.bmm(weights[:, None], dots)[:, 0]
+        dots = torch.mm(query, keys.T).relu_().view(-1, heads, TILE_KEYS)
+        tile = torch.bmm(weights, dots)[:rows, 0]
         out[:, first : first + TILE_KEYS] = tile[:, : key.shape[0] - first]
     return out
 

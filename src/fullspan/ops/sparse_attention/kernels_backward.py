@@ -223,16 +223,22 @@ def direct_kernel(
     c0 = (pid % TILES) * BN
     r0 = DV + (pid % TILES) * BR
     mm = tl.arange(0, BM)
-    for j in tl.range(0, n, BM, num_stages=STAGES):
+    for j in tl.range(0, n, BM, num_stages=STAGES):  # where there are more tiles of heads, the inner loop is pipelined
         ok = j + mm < n
-        slot = tl.load(DIRECT + c.to(tl.int64) * TOPK + j + mm, mask=ok, other=0).to(tl.int32)
+        slot = tl.load(DIRECT + c.to(tl.int64) * TOPK + j + mm, mask=ok, other=0)
         acc = tl.zeros([BM, BN], tl.float32)
         acr = tl.zeros([BM, BR], tl.float32)
-        for tile in tl.static_range(HT):
+        if HT == 1:
             acc, acr = _partial(
-                acc, acr, QUERY, QUERY, GRAD, PROB, DSCORE, row0 + c, tile, c * TOPK + slot, ok, c0, r0,
+                acc, acr, QUERY, QUERY, GRAD, PROB, DSCORE, row0 + c, 0, c * TOPK + slot, ok, c0, r0,
                 HEADS, DV, DR, HP, HB, BN, BR, False, PRECISION,
             )  # fmt: skip
+        else:
+            for tile in tl.range(0, HT, num_stages=STAGES):
+                acc, acr = _partial(
+                    acc, acr, QUERY, QUERY, GRAD, PROB, DSCORE, row0 + c, tile, c * TOPK + slot, ok, c0, r0,
+                    HEADS, DV, DR, HP, HB, BN, BR, False, PRECISION,
+                )  # fmt: skip
         _store_partial(acc, acr, PART, c * TOPK + slot, ok, c0, r0, DV, DR, BN, BR)
 
 

@@ -86,13 +86,13 @@ def _pairs(IDS, COUNTS, TABLE, g, q0, row0, rows, pack, TOPK: tl.constexpr, KP: 
 def share_kernel(
     IDS, COUNTS, TABLE, MODE, LIST, FIRST, ACTIVE, ACTIVE_COUNT, ACTIVE_BITS, row0, rows, chunk, pack,
     TOPK: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr, QB: tl.constexpr, SHARE: tl.constexpr,
-    FEW: tl.constexpr, DENSE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    FEW: tl.constexpr, DENSE: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """One program a group. MODE: 0 no shared key, 1 keys of at least SHARE rows, 2 every key.
 
     FEW: fewer direct pairs than this a row make every key shared. DENSE: a greater share of direct pairs makes every pair direct.
-    WIDTH: room for shared keys (2 * KP; keys of half the rows cannot be more). LIST: scratch [3, WIDTH]. FIRST: the partial row of
-    every shared key, in their order. QB rows are looked at together.
+    WIDTH: keys that half of the rows chose are never more (2 * KP); a group with more than BLOCKS * BM shares nothing. LIST: scratch
+    [3, WIDTH]. FIRST: the partial row of every shared key, in their order. QB rows are looked at together.
     """
     g = tl.program_id(0)
     tally = tl.zeros([QB * KP], tl.int32)  # four sums of 8 bits
@@ -106,14 +106,17 @@ def share_kernel(
     distinct = tl.sum((tally >> 8) & 255)
     shared = tl.sum((tally >> 16) & 255)
     lone = tl.sum((tally >> 24) & 255)
-    mode = tl.where((lone < FEW * GROUP) & (distinct <= WIDTH), 2, 1)
-    mode = tl.where((lone > pairs * DENSE) | (shared + lone == 0) | (SHARE > GROUP), 0, mode)
+    mode = tl.where((lone < FEW * GROUP) & (distinct <= BLOCKS * BM), 2, 1)
+    none = (lone > pairs * DENSE) | (shared + lone == 0) | (shared > BLOCKS * BM) | (SHARE > GROUP)
+    mode = tl.where(none, 0, mode)
     tl.store(MODE + g, mode)
     least = tl.where(mode == 2, 1, SHARE)
-    blocks: tl.constexpr = WIDTH // BM
-    b = g * blocks + tl.arange(0, blocks)
+    most: tl.constexpr = WIDTH // BM
+    at_b = tl.arange(0, most)
+    b = g * BLOCKS + at_b
+    bm = at_b < BLOCKS
     if mode == 0:
-        tl.store(ACTIVE_COUNT + b, tl.zeros([blocks], tl.int32))
+        tl.store(ACTIVE_COUNT + b, tl.zeros([most], tl.int32), mask=bm)
         return
     # the shared keys, in the order of their first row and slot
     keys = LIST + g.to(tl.int64) * (3 * WIDTH)
@@ -136,15 +139,15 @@ def share_kernel(
     key = tl.load(keys + source, mask=live, other=0)
     tl.store(TABLE + g.to(tl.int64) * pack + key, w | (1 << 16), mask=live)
     slot = tl.load(keys + 2 * WIDTH + source, mask=live, other=-1)
-    tl.store(FIRST + g.to(tl.int64) * WIDTH + w, slot)
+    tl.store(FIRST + g.to(tl.int64) * (BLOCKS * BM) + w, slot, mask=w < BLOCKS * BM)
     # rows that have a key in each block
-    some = tl.reduce(tl.reshape(tl.where(live, packed >> 15, 0), (blocks, BM)), 1, _either)
+    some = tl.reduce(tl.reshape(tl.where(live, packed >> 15, 0), (most, BM)), 1, _either)
     own = tl.arange(0, GROUP)
-    has = ((some[:, None] >> own[None, :]) & 1) != 0
+    has = (((some[:, None] >> own[None, :]) & 1) != 0) & bm[:, None]
     rank = _popcount16(some[:, None] & ((1 << own[None, :]) - 1))
-    tl.store(ACTIVE + b[:, None] * GROUP + rank, tl.broadcast_to(own[None, :], (blocks, GROUP)), mask=has)
-    tl.store(ACTIVE_COUNT + b, _popcount16(some))
-    tl.store(ACTIVE_BITS + b, some)
+    tl.store(ACTIVE + b[:, None] * GROUP + rank, tl.broadcast_to(own[None, :], (most, GROUP)), mask=has)
+    tl.store(ACTIVE_COUNT + b, _popcount16(some), mask=bm)
+    tl.store(ACTIVE_BITS + b, some, mask=bm)
 
 
 @triton.jit
@@ -172,7 +175,7 @@ def columns_kernel(TABLE, COUNT, groups, per_chunk, pack, GB: tl.constexpr, BK: 
 @no_type_check
 def place_kernel(
     IDS, COUNTS, TABLE, FIRST, ACTIVE_BITS, START, ORDER, SLOTS, DIRECT, DIRECT_COUNT, row0, chunk, pack,
-    TOPK: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    TOPK: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """One program a row c of the plan; its partial rows are those of slots (c % chunk) * TOPK + j."""
     c = tl.program_id(0)
@@ -187,14 +190,14 @@ def place_kernel(
     slot = (c % chunk) * TOPK + j
     shared = ok & (((word >> 16) & 1) != 0)
     place = word & 0xFFFF
-    block = g.to(tl.int64) * (WIDTH // BM) + place // BM
+    block = g.to(tl.int64) * BLOCKS + place // BM
     active = tl.load(ACTIVE_BITS + block, mask=shared, other=0)
     rank = _popcount16(active & ((1 << q) - 1))
     tl.store(SLOTS + (block * GROUP + rank) * BM + place % BM, slot, mask=shared)
-    leader = tl.load(FIRST + g.to(tl.int64) * WIDTH + place, mask=shared, other=-1)
+    leader = tl.load(FIRST + block * BM + place % BM, mask=shared, other=-1)
     direct = ok & (shared == 0)
     lower = _popcount16(word & ((1 << q) - 1))
     tl.store(ORDER + start + tl.where(direct, lower, 0), slot, mask=direct | (leader == slot))
     upto = tl.cumsum(direct.to(tl.int32), 0)
-    tl.store(DIRECT + c.to(tl.int64) * TOPK + upto - 1, j.to(tl.int16), mask=direct)
+    tl.store(DIRECT + c.to(tl.int64) * TOPK + upto - 1, j, mask=direct)
     tl.store(DIRECT_COUNT + c, tl.sum(direct.to(tl.int32)))

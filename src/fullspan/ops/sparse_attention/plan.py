@@ -30,23 +30,21 @@ TABLE_SHARE = 8  # the table of a plan takes at most this part of the workspace
 class Plan:
     """The plan of rows [first, first + rows) in chunks of `chunk` rows (a multiple of GROUP).
 
-    width: shared keys of a group at most. order: partial rows, chunk after chunk and key after key; start
-    [chunks * keys + 1]: where each key's begin. slots [groups, width / BLOCK, GROUP, BLOCK]: the chunk's
-    slot of (active row, shared key) or -1; leader: partial row of each shared key; active, active_count: rows of a block.
+    order: partial rows, chunk after chunk and key after key; start [chunks * keys + 1]: where each key's
+    begin. slots: the chunk's slot of (active row, shared key) or -1; leader: partial row of each shared key; active, active_count: rows of a block.
     direct, direct_count: slots of each row that are direct. mode: 0 where a group shares nothing.
     """
 
     first: int
     rows: int
     chunk: int
-    width: int
     order: Int32[Tensor, "pairs"]
     start: Int32[Tensor, "bounds"]
     slots: Int32[Tensor, "groups blocks group block"]
-    leader: Int32[Tensor, "groups width"]
+    leader: Int32[Tensor, "groups shared"]
     active: Int32[Tensor, "groups blocks group"]
     active_count: Int32[Tensor, "groups blocks"]
-    direct: Tensor
+    direct: Int32[Tensor, "rows topk"]
     direct_count: Int32[Tensor, "rows"]
     mode: Int32[Tensor, "groups"]
 
@@ -110,7 +108,7 @@ class Sizes:
     @property
     def plan_row_bytes(self) -> int:
         """Of a row of a plan, its table aside."""
-        return 6 * self.topk + 4 * self.width + (4 * 4 * self.width + 256) // GROUP + 16
+        return 8 * self.topk + 4 * self.width + (4 * 4 * self.width + 256) // GROUP + 16
 
 
 @functools.lru_cache(maxsize=64)
@@ -141,6 +139,13 @@ def choose_rows(sizes: Sizes, rows: int, workspace: int) -> tuple[int, int]:
     return (span if span == whole else span // chunk * chunk), chunk
 
 
+def _most_blocks(width: int) -> int:
+    """Blocks of shared keys that a group may have. With more than 3 / 4 of the possible keys each is shared by so few rows that
+    little is won, and every block costs a program, used or not.
+    """
+    return max(1, width * 3 // (4 * BLOCK))
+
+
 def build_plan(
     ids: Int32[Tensor, "rows topk"],
     counts: Int32[Tensor, "rows"],
@@ -155,15 +160,15 @@ def build_plan(
     assert chunk % GROUP == 0, chunk
     topk, groups, chunks = ids.shape[1], -(-rows // GROUP), -(-rows // chunk)
     width = max(2 * triton.next_power_of_2(topk), BLOCK)
-    blocks = width // BLOCK
+    blocks = _most_blocks(width)
 
-    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=ids.device)
+    def new(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
     table = new(groups, pack).zero_()
-    mode, scratch, leader = new(groups), new(groups, 3, width), new(groups, width)
+    mode, scratch, leader = new(groups), new(groups, 3, width), new(groups, blocks * BLOCK)
     active, active_count, bits = new(groups, blocks, GROUP), new(groups, blocks), new(groups, blocks)
-    direct, direct_count = new(rows, topk, dtype=torch.int16), new(rows)
+    direct, direct_count = new(rows, topk), new(rows)
     slots = new(groups, blocks, GROUP, BLOCK).fill_(-1)
     kp = triton.next_power_of_2(topk)
     shape = {"TOPK": topk, "KP": kp, "GROUP": GROUP}
@@ -171,7 +176,7 @@ def build_plan(
     share_kernel[(groups,)](
         ids, counts, table, mode, scratch, leader, active, active_count, bits, first, rows, chunk, pack, **shape,
         QB=max(1, min(2, 4096 // kp)), SHARE=GROUP // 2 if share else GROUP + 1, FEW=FEW_DIRECT, DENSE=DENSE,
-        WIDTH=width, BM=BLOCK, num_warps=8,
+        WIDTH=width, BLOCKS=blocks, BM=BLOCK, num_warps=8,
     )  # fmt: skip
     count, start = new(chunks * pack), new(chunks * pack + 1)
     columns_kernel[(triton.cdiv(pack, 128), chunks)](
@@ -182,10 +187,10 @@ def build_plan(
     order = new(rows * topk)
     place_kernel[(rows,)](
         ids, counts, table, leader, bits, start, order, slots, direct, direct_count, first, chunk, pack,
-        **shape, WIDTH=width, BM=BLOCK, num_warps=8,
+        **shape, BLOCKS=blocks, BM=BLOCK, num_warps=8,
     )  # fmt: skip
     return Plan(
-        first=first, rows=rows, chunk=chunk, width=width, order=order, start=start, slots=slots,
+        first=first, rows=rows, chunk=chunk, order=order, start=start, slots=slots,
         leader=leader, active=active, active_count=active_count, direct=direct, direct_count=direct_count,
         mode=mode,
     )  # fmt: skip

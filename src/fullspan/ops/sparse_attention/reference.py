@@ -3,8 +3,8 @@
 A block gathers the keys of its rows; the rest is two batched products forward and four backward,
 in fp32 or wider. Only keys that a row selected are ever read: an empty slot points at another key
 of its row with probability zero, and a row without keys takes no part. Rows are grouped by how many
-slots they use, so that the first rows of a document do not pay for topk, and so that the bits of a
-row do not depend on its neighbours.
+slots they use, so that the first rows of a document do not pay for topk, and so that (with heads in
+multiples of four) the bits of a row do not depend on its neighbours.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from fullspan.errors import ConfigError
 
 LEAST_WIDTH = 64
 CPU_BLOCK_BYTES = 8 << 20  # a larger block only leaves the cache
+ID_BYTES = 64  # a slot's id, its copies and what sorting them takes
 
 
 def forward(
@@ -30,13 +31,14 @@ def forward(
     workspace_bytes: int,
 ) -> tuple[Tensor, Tensor]:
     """out [rows, heads, value_dim] like query; lse [rows, heads] in fp32 or wider."""
-    rows, heads, _ = query.shape
+    rows, heads, width = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     out = torch.zeros((rows, heads, value_dim), dtype=query.dtype, device=query.device)
     lse = torch.full((rows, heads), torch.inf, dtype=wide, device=query.device)
-    keys, logits = lse.new_empty(0), lse.new_empty(0)
     slot_bytes = _gathered_bytes(kv, wide) + wide.itemsize * heads
-    for part, slots, empty in _blocks(ids, counts, slot_bytes, workspace_bytes):
+    block = _block_slots(ids, slot_bytes, 4 * wide.itemsize * heads * width, workspace_bytes)
+    keys, logits = (lse.new_empty(block * size) for size in (width, heads))
+    for part, slots, empty in _blocks(ids, counts, block):
         _gather(kv, slots, keys)
         _logits(query[part].to(wide) * scale, keys, empty, logits)
         peak = logits.amax(2, keepdim=True)
@@ -67,15 +69,18 @@ def backward(
     """dquery like query; dkv [pack, qk] and dsink [heads] in fp32 or wider."""
     wide, heads, width = lse.dtype, query.shape[1], kv.shape[1]
     dquery = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    dkv, dsink = lse.new_zeros(kv.shape), lse.new_zeros(heads)
-    keys, probs, dprobs, both, dkeys = (lse.new_empty(0) for _ in range(5))
+    dkv, means = lse.new_zeros(kv.shape), lse.new_zeros(lse.shape)
     slot_bytes = _gathered_bytes(kv, wide) + wide.itemsize * (width + 4 * heads)
-    for part, slots, empty in _blocks(ids, counts, slot_bytes, workspace_bytes):
+    block = _block_slots(ids, slot_bytes, 10 * wide.itemsize * heads * width, workspace_bytes)
+    keys, dkeys, probs, dprobs, both = (
+        lse.new_empty(block * size) for size in (width, width, heads, heads, 2 * heads)
+    )
+    for part, slots, empty in _blocks(ids, counts, block):
         _gather(kv, slots, keys)
         scaled, pull = query[part].to(wide) * scale, grad_out[part].to(wide)
         _logits(scaled, keys, empty, probs)
         probs.sub_(lse[part, :, None]).exp_()
-        mean = (out[part].to(wide) * pull).sum(2)
+        means[part] = mean = (out[part].to(wide) * pull).sum(2)
         _bmm(pull, keys[..., :value_dim].mT, dprobs)
         dlogits = dprobs.sub_(mean[..., None]).mul_(probs)
         dquery[part] = torch.bmm(dlogits, keys).mul_(scale).to(dquery.dtype)
@@ -83,31 +88,39 @@ def backward(
         torch.cat([dlogits, probs], 1, out=both.resize_(len(part), 2 * heads, slots.shape[1]))
         _bmm(both.mT, torch.cat([scaled, pad(pull, (0, width - value_dim))], 1), dkeys)
         _scatter_add(dkv, slots.flatten(), dkeys.flatten(0, 1))
-        if sink is not None:
-            dsink -= ((sink.to(wide) - lse[part]).exp_() * mean).sum(0)
-    return dquery, dkv, dsink
+    if sink is None:
+        return dquery, dkv, lse.new_zeros(heads)
+    return dquery, dkv, -((sink.to(wide) - lse).exp_() * means).sum(0)
+
+
+def _block_slots(ids: Tensor, slot_bytes: int, row_bytes: int, workspace_bytes: int) -> int:
+    """Slots in a block, where the caller holds so many bytes for each slot and row of it."""
+    rows, topk = ids.shape
+    slot_bytes += ID_BYTES
+    if workspace_bytes < row_bytes + topk * slot_bytes:
+        raise ConfigError(
+            f"ops.workspace_bytes is {workspace_bytes}; sparse attention over {topk} keys needs at "
+            f"least {row_bytes + topk * slot_bytes}, for one row"
+        )
+    budget = workspace_bytes if ids.is_cuda else min(workspace_bytes, CPU_BLOCK_BYTES)
+    slots = budget // (slot_bytes + row_bytes // min(topk, LEAST_WIDTH))
+    return min(max(slots, topk), rows * topk)
 
 
 def _blocks(
-    ids: Tensor, counts: Tensor, slot_bytes: int, workspace_bytes: int
+    ids: Tensor, counts: Tensor, block_slots: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Row numbers [n], key ids without gaps [n, slots] and which of the slots are empty [n, slots].
 
     Every row that has a key is in one block. A block is as wide as the next power of two above the
-    counts of its rows.
+    counts of its rows, and n * slots is at most block_slots.
     """
     topk = ids.shape[1]
-    budget = workspace_bytes if ids.is_cuda else min(workspace_bytes, CPU_BLOCK_BYTES)
-    if workspace_bytes < topk * slot_bytes:
-        raise ConfigError(
-            f"ops.workspace_bytes is {workspace_bytes}; sparse attention over {topk} keys needs at "
-            f"least {topk * slot_bytes}, the keys of one row"
-        )
     widths = [1 << n for n in range(32) if LEAST_WIDTH <= 1 << n < topk] + [topk]
     group = torch.bucketize(counts.clamp(max=topk), torch.tensor(widths, device=counts.device))
     for number, width in enumerate(widths):
         rows = ((group == number) & (counts > 0)).nonzero()[:, 0]
-        for part in rows.split(max(1, budget // (width * slot_bytes))):
+        for part in rows.split(max(1, block_slots // width)):
             slots = ids[part, :width].long()
             empty = torch.arange(width, device=ids.device) >= counts[part, None]
             slots.masked_fill_(empty.logical_or_(slots < 0), -1)

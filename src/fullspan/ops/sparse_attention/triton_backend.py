@@ -278,8 +278,7 @@ def launch_direct(
     grad_out: Tensor, query: Tensor, buffers: Buffers, chunk: Chunk, shape: Shape, *, skip_dense: bool
 ) -> None:
     """Partial rows of the direct pairs. skip_dense: leave the groups that share nothing to another kernel."""
-    tiles_of_heads = shape.padded_heads // shape.head_tile
-    stages = shape.tiles.partial[0] if tiles_of_heads == 1 else 1  # each tile of heads has buffers of its own
+    stages = shape.tiles.partial[0]
     plan, window = chunk.plan, chunk.window
     narrow = min(128, shape.columns()["BN"])
     tiles = shape.value_padded // narrow

@@ -1,0 +1,87 @@
+"""From a training checkpoint to an adapter folder in PEFT's layout, by one process.
+
+A checkpoint holds every expert's adapter whatever ranks wrote it, where a rank in training holds
+its own experts' only; so both the end of a run and `fullspan export` write from a checkpoint. The
+model is built without storage: of the base model only config.json is read.
+"""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fullspan.checkpoint.load import meta_model
+from fullspan.errors import CheckpointError
+from fullspan.lora.inject import LoraConfig, inject, trainable_parameters
+from fullspan.lora.state import load_adapter_state, to_peft
+from fullspan.models.dsa.config import DsaConfig
+from fullspan.ops.backend import OpOptions
+from fullspan.shapes import Tensor
+
+ADAPTER_PREFIX = "adapter."  # of adapter tensors in a training checkpoint (train/session.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenAdapter:
+    """What is in the folder: adapted modules by name, and their parameters together."""
+
+    modules: tuple[str, ...]
+    parameters: int
+
+
+def write_adapter(
+    checkpoint: Path,
+    output: Path,
+    *,
+    model_path: Path,
+    lora: LoraConfig,
+    base_model: str | None = None,
+) -> WrittenAdapter:
+    """Write the adapter of a complete checkpoint into the folder `output`, see `to_peft`.
+
+    Args:
+        model_path: the base model's folder, for its config.json.
+        lora: the settings that the run was trained with.
+        base_model: base_model_name_or_path of the adapter; None: `model_path`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or not of this model, or a file cannot be
+            written.
+    """
+    model = meta_model(DsaConfig.load(model_path), OpOptions(), recompute=False)
+    names = inject(model, lora)
+    load_adapter_state(model, read_adapters(checkpoint))
+    to_peft(model, lora, base_model or str(model_path), output)
+    count = sum(parameter.numel() for parameter in trainable_parameters(model).values())
+    return WrittenAdapter(modules=tuple(names), parameters=count)
+
+
+def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
+    """Every adapter tensor of a checkpoint by its internal name; optimizer moments stay on disk.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    reader = FileSystemReader(checkpoint)
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+        state = {
+            name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+            for name, entry in stored.items()
+            if name.startswith(ADAPTER_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            state_dict_loader.load(dict(state), storage_reader=reader, no_dist=True)
+    # A damaged pickle can raise nearly anything, and CheckpointException is no Exception.
+    except (Exception, CheckpointException) as error:
+        if isinstance(error, CheckpointException):
+            error = next(iter(error.failures.values()))[0]
+        reason = getattr(error, "strerror", None) or f"damaged ({type(error).__name__})"
+        raise CheckpointError(f"cannot read the adapters in {checkpoint}: {reason}") from None
+    return {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in state.items()}

@@ -1,0 +1,147 @@
+"""Frozen weights spread evenly over ranks, gathered one unit ahead of use and dropped after it.
+
+A unit is what runs as one: the embedding, a layer, the head. Its weights are laid out one after the
+other as bytes, whatever their dtypes, and rank r of N holds the r-th N-th of them: resident bytes
+fall as 1 / N. One all-gather brings a unit together; its tensors are then views, so nothing is
+copied. While a unit runs, the gather of the next one (in the backward pass, of the one before) is
+under way: at most two units are whole at a time.
+
+The weights are handed to the module for the one call (`torch.func.functional_call`); the module
+itself keeps parameters without storage. Autograd graphs hold what they need of a gathered unit, and
+with recompute that is never longer than the unit's own backward pass.
+
+FSDP2 is not used: it wants one dtype in a unit, where FP8 weights, their scales and a float32
+router live together; and it is built around gradients, of which frozen weights have none. Routed
+experts are not here but in expert.py: they are never gathered.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+
+from fullspan.models.common.weights import WeightStore
+from fullspan.parallel.collectives import PendingTensor, start_all_gather_rows
+from fullspan.shapes import Tensor
+
+# Every tensor starts at a multiple of this many bytes, which every dtype's size divides.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class FlatTensor:
+    """A tensor's place in the bytes of its unit."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.offset + prod(self.shape) * self.dtype.itemsize
+
+
+class FlatUnit:
+    """The weights of one unit as bytes, of which this rank holds `shard`.
+
+    Args:
+        tensors: shape and dtype by name.
+        rank, size: this rank's place among those that share the unit.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+    ) -> None:
+        self.tensors: dict[str, FlatTensor] = {}
+        end = 0
+        for name, (shape, dtype) in tensors.items():
+            self.tensors[name] = FlatTensor(_aligned(end, _ALIGNMENT), shape, dtype)
+            end = self.tensors[name].end
+        self.share = _aligned(end, _ALIGNMENT * size) // size
+        self.start = rank * self.share
+        self.shard = torch.zeros(self.share, dtype=torch.uint8, device=device)
+
+    def wanted(self, name: str) -> tuple[int, int]:
+        """The run of the tensor's elements, flattened, that this rank holds; empty where start is
+        not below end."""
+        tensor = self.tensors[name]
+        first = max(self.start, tensor.offset) - tensor.offset
+        last = min(self.start + self.share, tensor.end) - tensor.offset
+        return first // tensor.dtype.itemsize, last // tensor.dtype.itemsize
+
+    def store(self, name: str, elements: Tensor) -> None:
+        """Keep the elements that `wanted` named, in the tensor's dtype."""
+        tensor = self.tensors[name]
+        first, _ = self.wanted(name)
+        at = tensor.offset + first * tensor.dtype.itemsize - self.start
+        data = elements.to(device=self.shard.device, dtype=tensor.dtype).contiguous()
+        data = data.view(torch.uint8)
+        self.shard[at : at + data.numel()] = data
+
+    def views(self, gathered: Tensor) -> dict[str, Tensor]:
+        """The whole tensors inside the gathered bytes."""
+        return {
+            name: gathered[tensor.offset : tensor.end].view(tensor.dtype).view(tensor.shape)
+            for name, tensor in self.tensors.items()
+        }
+
+
+class ShardedWeights(WeightStore):
+    """A WeightStore over FlatUnits in the order of the forward pass.
+
+    Args:
+        parameters: for each unit, the module parameters (without storage) by the unit's names.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        parameters: Sequence[Mapping[str, nn.Parameter]],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.units = units
+        self._parameters = parameters
+        self._group = group
+        self._names: dict[int, dict[str, str]] = {}
+        self._ahead: dict[int, PendingTensor] = {}
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(unit.shard.numel() for unit in self.units)
+
+    def run(self, unit: int, module: nn.Module, *args: Any, backward: bool = False) -> Any:
+        """See WeightStore."""
+        pending = self._ahead.pop(unit, None) or self._start(unit)
+        gathered = pending.wait()
+        following = unit - 1 if backward else unit + 1
+        self._ahead.clear()
+        if 0 <= following < len(self.units):
+            self._ahead[following] = self._start(following)
+        views = self.units[unit].views(gathered)
+        names = self._module_names(unit, module)
+        return functional_call(module, {names[n]: view for n, view in views.items()}, args)
+
+    def _start(self, unit: int) -> PendingTensor:
+        return start_all_gather_rows(self.units[unit].shard, self._group)
+
+    def _module_names(self, unit: int, module: nn.Module) -> dict[str, str]:
+        """Names inside the module now: adapters that wrap a projection lengthen them."""
+        if unit not in self._names:
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            wanted = self._parameters[unit].items()
+            self._names[unit] = {name: names[id(parameter)] for name, parameter in wanted}
+        return self._names[unit]
+
+
+def _aligned(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
