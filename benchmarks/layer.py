@@ -51,10 +51,10 @@ def our_layer(rows: int, options: OpOptions) -> tuple[Callable[[], None], torch.
     layer.bfloat16()
     assert layer.indexer is not None
     layer.indexer.weights_proj.float()
-    frequencies, factor = inverse_frequencies(own.qk_rope_head_dim, own.rope_theta, own.rope_yarn)
+    frequencies, factor = inverse_frequencies(own.qk_rope_head_dim, own.rope_theta, own.yarn)
     layout = PackedLayout(cu_seqlens=torch.tensor([0, rows]), padded_length=rows)
     device = torch.device("cuda")
-    sequence = SequenceContext.create(layout, Partition("contiguous", 1, rows), device=device)
+    sequence = SequenceContext.create(layout, Partition(mode="contiguous", size=1, length=rows), device=device)
     angles = Angles(*rope_angles(sequence.positions, frequencies, factor))
     x = torch.randn(rows, own.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     grad = torch.randn_like(x)
