@@ -24,6 +24,7 @@ from fullspan.ops.backend import OpOptions, resolve
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.rope.op import inverse_frequencies, rope_angles
 from fullspan.parallel.context import SequenceContext
+from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.sequence import Partition
 
 SHAPE = {
@@ -54,7 +55,10 @@ def our_layer(rows: int, options: OpOptions) -> tuple[Callable[[], None], torch.
     frequencies, factor = inverse_frequencies(own.qk_rope_head_dim, own.rope_theta, own.yarn)
     layout = PackedLayout(cu_seqlens=torch.tensor([0, rows]), padded_length=rows)
     device = torch.device("cuda")
-    sequence = SequenceContext.create(layout, Partition(mode="contiguous", size=1, length=rows), device=device)
+    partition = Partition(size=1, length=rows)
+    sequence = SequenceContext.create(
+        layout, partition, experts=ExpertParallel(experts=own.n_routed_experts), device=device
+    )
     angles = Angles(*rope_angles(sequence.positions, frequencies, factor))
     x = torch.randn(rows, own.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     grad = torch.randn_like(x)
