@@ -1,9 +1,11 @@
-"""Measures one attention layer of GLM-5.2, forward and backward, against the one of `transformers` in the same run.
+"""Measures one attention layer of GLM-5.2, forward and backward, against the one of `transformers`
+in the same run.
 
     python benchmarks/layer.py --out benchmarks/results/h200.jsonl --commit "$(git rev-parse HEAD)"
 
-Frozen weights, gradient of the input, one document, bf16, a full layer (with indexer). `transformers` runs its sdpa path up to the
-length at which it runs out of memory. Peak memory is what the call needs above the weights and the input.
+Frozen weights, gradient of the input, one document, bf16, a full layer (with indexer).
+`transformers` runs its sdpa path up to the length at which it runs out of memory. Peak memory is
+what the call needs above the weights and the input.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.sequence import Partition
 
 SHAPE = {
-    "hidden_size": 6144, "num_hidden_layers": 1, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "hidden_size": 6144, "num_hidden_layers": 1, "num_attention_heads": 64,
+    "num_key_value_heads": 64,
     "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
     "v_head_dim": 256, "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128,
     "indexer_types": ["full"], "mlp_layer_types": ["dense"], "max_position_embeddings": 1048576,
@@ -44,7 +47,9 @@ def config() -> GlmMoeDsaConfig:
 
 def our_layer(rows: int, options: OpOptions) -> tuple[Callable[[], None], torch.Tensor]:
     """Forward and backward of the layer, and its input."""
-    own = DsaConfig.from_hf(config().to_dict())
+    fields = config().to_dict()
+    fields.pop("layer_types", None)  # its one value has other names in other releases
+    own = DsaConfig.from_hf(fields)
     with torch.device("cuda"):
         layer = SparseLatentAttention(own, 0, options).requires_grad_(False)
     for parameter in layer.parameters():
@@ -77,7 +82,9 @@ def their_layer(rows: int) -> tuple[Callable[[], None], torch.Tensor]:
     with torch.device("cuda"):
         layer = theirs.GlmMoeDsaAttention(settings, 0).bfloat16().requires_grad_(False)
         rotary = theirs.GlmMoeDsaRotaryEmbedding(settings)
-    x = torch.randn(1, rows, settings.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    x = torch.randn(
+        1, rows, settings.hidden_size, device="cuda", dtype=torch.bfloat16
+    ).requires_grad_()
     grad = torch.randn_like(x)
     positions = torch.arange(rows, device="cuda")[None]
     angles = rotary(x, positions)

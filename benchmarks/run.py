@@ -2,8 +2,9 @@
 
     python benchmarks/run.py --out benchmarks/results/h200.jsonl --commit "$(git rev-parse HEAD)"
 
-Cases are data (cases.toml). Times are medians over at least half a second of runs back to back, after a quarter of a second
-of warm-up, the cache flushed between runs: sustained clocks. report.py makes the tables. Left out: whole training steps.
+Cases are data (cases.toml). Times are medians over at least half a second of runs back to back,
+after a quarter of a second of warm-up, the cache flushed between runs: sustained clocks. report.py
+makes the tables. Left out: whole training steps.
 """
 
 import argparse
@@ -85,7 +86,13 @@ def attention_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
     yield "backward", work * (3 * qk + 2 * VALUE), lambda: backend.backward(*given)
     tiles = -(-heads // 64)
     sizes = plan.Sizes(
-        topk=topk, pack=case["keys"], qk=qk, heads=tiles * 64, itemsize=2, units=units(), tiles=tiles
+        topk=topk,
+        pack=case["keys"],
+        qk=qk,
+        heads=tiles * 64,
+        itemsize=2,
+        units=units(),
+        tiles=tiles,
     )
     span, chunk = plan.choose_rows(sizes, rows, workspace)
     starts = range(0, rows, span)
@@ -93,7 +100,12 @@ def attention_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
     def plan_all() -> plan.Plan:
         built = [
             plan.build_plan(
-                ids, counts, pack=case["keys"], first=first, rows=min(span, rows - first), chunk=chunk
+                ids,
+                counts,
+                pack=case["keys"],
+                first=first,
+                rows=min(span, rows - first),
+                chunk=chunk,
             )
             for first in starts
         ]
@@ -133,7 +145,7 @@ def index_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
 
 
 def measure(call: Run, warm: int, repeat: int) -> dict[str, float]:
-    """Milliseconds (median, 10th and 90th percentile) and peak bytes above what was there before."""
+    """Milliseconds (median, 10th, 90th percentile), and peak bytes above what was there before."""
     call()
     torch.cuda.synchronize()
     gc.collect()
@@ -184,7 +196,14 @@ def main() -> int:
                     row["peak_share"] = round(row["tflops"] / rate, 3)
                 with given.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
-                print(what, case, row["ms"], row.get("tflops", ""), row["peak_bytes"] >> 20, flush=True)
+                print(
+                    what,
+                    case,
+                    row["ms"],
+                    row.get("tflops", ""),
+                    row["peak_bytes"] >> 20,
+                    flush=True,
+                )
             torch.cuda.empty_cache()
     return 0
 

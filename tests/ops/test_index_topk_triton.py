@@ -1,6 +1,8 @@
-"""The plain Triton kernels of index top-k against the reference: in Triton's interpreter on a CPU, compiled on a GPU.
+"""The plain Triton kernels of index top-k against the reference: in Triton's interpreter on a CPU,
+compiled on a GPU.
 
-Inputs are small integers, so that scores are exact whatever the order of the sums, and ties are plenty.
+Inputs are small integers, so that scores are exact whatever the order of the sums, and ties are
+plenty.
 """
 
 import pytest
@@ -68,15 +70,25 @@ def test_blocks_of_rows_begin_at_their_own_first_key():
 
 def test_more_slots_than_keys():
     query, key = integers(4, 2, 16, most=2, seed=0), integers(50, 16, most=2, seed=1)
-    start, end = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.tensor([50, 49, 1, 0], device=DEVICE)
+    start, end = (
+        torch.zeros(4, dtype=torch.int64, device=DEVICE),
+        torch.tensor([50, 49, 1, 0], device=DEVICE),
+    )
     check(query, key, torch.ones(4, 2, device=DEVICE), start, end, 64)
 
 
 def test_spans_cover_all_keys_within_the_workspace():
-    for rows, pack, budget in ((4096, 131072, 1 << 30), (2048, 1 << 20, 1 << 30), (100, 3000, 1 << 26), (16384, 131072, 1 << 28)):
+    for rows, pack, budget in (
+        (4096, 131072, 1 << 30),
+        (2048, 1 << 20, 1 << 30),
+        (100, 3000, 1 << 26),
+        (16384, 131072, 1 << 28),
+    ):
         slab, spans = streaming.plan_spans(rows, pack, 2048, budget, 384, streaming.FIRST_SPAN)
         assert streaming.slab_bytes(slab, max(keys for _, keys in spans), 2048, rows) <= budget
-        assert [lo for lo, _ in spans] == [sum(keys for _, keys in spans[:i]) for i in range(len(spans))]
+        assert [lo for lo, _ in spans] == [
+            sum(keys for _, keys in spans[:i]) for i in range(len(spans))
+        ]
         assert spans[-1][0] + spans[-1][1] >= pack + streaming.SEG
         assert all(keys % 384 == 0 and keys > 0 for _, keys in spans)
     with pytest.raises(ConfigError, match=r"ops\.workspace_bytes"):

@@ -1,4 +1,6 @@
-"""The `triton` and `hopper` backends on a GPU: errors against float64, edge cases, repeatability, addresses past 2^31."""
+"""The `triton` and `hopper` backends on a GPU: errors against float64, edge cases, repeatability,
+addresses past 2^31.
+"""
 
 import pytest
 import torch
@@ -38,7 +40,9 @@ def run(case: Attention, backend: str, workspace: int = GIB) -> tuple[torch.Tens
 
 
 def check(case: Attention, backend: str, workspace: int = GIB) -> None:
-    """No worse than plain PyTorch in bfloat16, plus 10 %; nothing but selected keys read; the same bits twice."""
+    """No worse than plain PyTorch in bfloat16, plus 10 %; nothing but selected keys read; the same
+    bits twice.
+    """
     got, want, rounded = run(case, backend, workspace), exact(case), plain(case)
     again = run(case, backend, workspace)
     assert torch.equal(got[1].isinf(), want[1].isinf())
@@ -93,7 +97,7 @@ def test_full_rows_far_apart_and_close(backend, pool):
 
 
 def test_half_of_the_keys_shared(backend):
-    """Groups with shared and direct keys: half of each row's ids from one pool, half from anywhere."""
+    """Shared and direct keys in one group: half of the ids from one pool, half from anywhere."""
     near = case_of(rows=64, topk=1024, pack=60000, pool=1200)
     far = case_of(rows=64, topk=1024, pack=60000, seed=1)
     ids = torch.cat([near.ids, far.ids], 1)
@@ -157,7 +161,12 @@ def test_more_than_two_to_the_31_elements(backend):
 
     def call(part: slice) -> tuple[torch.Tensor, ...]:
         shape = {"kv": kv, "sink": None, "scale": 0.04, "value_dim": 512}
-        rows_of = {"query": query[part], "ids": ids[part], "counts": counts[part], "grad": grad[part]}
+        rows_of = {
+            "query": query[part],
+            "ids": ids[part],
+            "counts": counts[part],
+            "grad": grad[part],
+        }
         return run(Attention(**rows_of, **shape), backend, 2 * GIB)
 
     whole, last = call(slice(None)), call(slice(rows - tail, None))
@@ -256,7 +265,9 @@ def test_topk_more_slots_than_keys_and_nan_outside_ranges(backend):
 
 
 def test_topk_of_a_million_keys_within_the_workspace(backend):
-    """4096 x 1,048,576 scores: more than 2^31. The last rows equal a call of their own; memory stays under the budget."""
+    """4096 x 1,048,576 scores: more than 2^31. The last rows equal a call of their own; memory
+    stays under the budget.
+    """
     rows, pack = 4096, 1 << 20
     rng = torch.Generator(device="cuda").manual_seed(0)
     query = torch.randn(rows, 32, 128, generator=rng, device="cuda").bfloat16()

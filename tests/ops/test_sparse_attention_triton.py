@@ -1,4 +1,6 @@
-"""The plain Triton kernels of sparse attention against the reference: in Triton's interpreter on a CPU, compiled on a GPU."""
+"""The plain Triton kernels of sparse attention against the reference: in Triton's interpreter on a
+CPU, compiled on a GPU.
+"""
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ import torch
 from tests.support.selections import Attention, error, exact, make_attention
 from tests.support.triton_interpreter import DEVICE
 
+from fullspan.errors import ConfigError  # isort: skip
 from fullspan.ops.sparse_attention import plan as plans  # isort: skip
 from fullspan.ops.sparse_attention import triton_backend  # isort: skip
 
@@ -27,7 +30,9 @@ def check(
 ) -> None:
     got, want = run(case, workspace, plan), exact(case)
     assert torch.equal(got[1].isinf(), want[1].isinf())
-    for name, mine, true in zip(("out", "dquery", "dkv"), (got[0], *got[2:4]), (want[0], *want[2:4])):
+    for name, mine, true in zip(
+        ("out", "dquery", "dkv"), (got[0], *got[2:4]), (want[0], *want[2:4])
+    ):
         assert mine.isfinite().all(), name
         assert error(mine, true) < tolerance, (name, error(mine, true))
     finite = ~want[1].isinf()
@@ -40,29 +45,50 @@ def check(
 @pytest.mark.parametrize("heads", [3, 20])
 def test_agrees_with_the_reference(heads, rope):
     case = make_attention(
-        rows=19, heads=heads, value=24, rope=rope, pack=40, topk=12, counts=(0, 1, 12, 5), sink=rope > 0, device=DEVICE
+        rows=19,
+        heads=heads,
+        value=24,
+        rope=rope,
+        pack=40,
+        topk=12,
+        counts=(0, 1, 12, 5),
+        sink=rope > 0,
+        device=DEVICE,
     )
     check(case, 2e-6)
 
 
 def test_half_precision_rounds_like_half_precision():
-    case = make_attention(rows=17, heads=4, value=16, rope=16, pack=64, topk=20, dtype=torch.float16, device=DEVICE)
+    case = make_attention(
+        rows=17, heads=4, value=16, rope=16, pack=64, topk=20, dtype=torch.float16, device=DEVICE
+    )
     check(case, 2e-3)
 
 
 def test_direct_and_shared_keys_and_chunks(monkeypatch):
-    """Thresholds lowered so that one small call has groups that share some keys, and groups that share none."""
+    """Thresholds lowered so that one small call has groups that share some keys, and groups that
+    share none.
+    """
     monkeypatch.setattr(plans, "FEW_DIRECT", 0)
-    near = make_attention(rows=16, heads=2, value=16, rope=8, pack=400, topk=24, pool=48, device=DEVICE)
-    far = make_attention(rows=20, heads=2, value=16, rope=8, pack=400, topk=24, device=DEVICE, seed=1)
+    near = make_attention(
+        rows=16, heads=2, value=16, rope=8, pack=400, topk=24, pool=48, device=DEVICE
+    )
+    far = make_attention(
+        rows=20, heads=2, value=16, rope=8, pack=400, topk=24, device=DEVICE, seed=1
+    )
     kv = torch.where(near.kv.isnan(), far.kv, near.kv)
-    parts = {name: torch.cat([getattr(near, name), getattr(far, name)]) for name in ("query", "ids", "counts", "grad")}
+    parts = {
+        name: torch.cat([getattr(near, name), getattr(far, name)])
+        for name in ("query", "ids", "counts", "grad")
+    }
     case = Attention(kv=kv, sink=None, scale=0.3, value_dim=16, **parts)
     plan = plans.build_plan(case.ids, case.counts, pack=400, first=0, rows=36, chunk=48)
     assert plan.mode.tolist() == [1, 0, 0]
     assert int(plan.direct_count[:16].sum()) > 0
     check(case, 2e-6)
-    sizes = triton_backend.sizes_of(case.query, case.kv, triton_backend.shape_of(case.query, 24, 16))
+    sizes = triton_backend.sizes_of(
+        case.query, case.kv, triton_backend.shape_of(case.query, 24, 16)
+    )
     assert plans.choose_rows(sizes, 36, 1 << 17) == (16, 16)
     check(case, 2e-6, workspace=1 << 17)
     chunked = plans.build_plan(case.ids, case.counts, pack=400, first=0, rows=36, chunk=16)
@@ -70,11 +96,21 @@ def test_direct_and_shared_keys_and_chunks(monkeypatch):
 
 
 def test_the_plan_lists_every_pair_once(monkeypatch):
-    """Each key's partial rows, shared or direct, stand for exactly the (row, slot) pairs that chose it, chunk by chunk."""
+    """Each key's partial rows, shared or direct, stand for exactly the (row, slot) pairs that chose
+    it, chunk by chunk.
+    """
     monkeypatch.setattr(plans, "FEW_DIRECT", 0)
     topk, pack, first, rows, chunk = 24, 90, 4, 40, 32
     case = make_attention(
-        rows=44, heads=1, value=16, rope=0, pack=pack, topk=topk, pool=40, counts=(24, 7, 20, 0, 24), device=DEVICE
+        rows=44,
+        heads=1,
+        value=16,
+        rope=0,
+        pack=pack,
+        topk=topk,
+        pool=40,
+        counts=(24, 7, 20, 0, 24),
+        device=DEVICE,
     )
     plan = plans.build_plan(case.ids, case.counts, pack=pack, first=first, rows=rows, chunk=chunk)
     kinds = set()
@@ -83,7 +119,9 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
         leaders = {}
         for group in groups:
             shared = plan.leader[group] if int(plan.mode[group]) else torch.empty(0)
-            leaders |= {int(row): (group, place) for place, row in enumerate(shared) if int(row) >= 0}
+            leaders |= {
+                int(row): (group, place) for place, row in enumerate(shared) if int(row) >= 0
+            }
         for key in range(pack):
             pairs = []
             for entry in plan.order[start[key] : start[key + 1]].tolist():
@@ -120,7 +158,9 @@ def test_same_bits_on_every_run():
 
 
 def test_no_rows_and_rows_without_keys():
-    case = make_attention(rows=4, heads=2, value=16, rope=8, pack=50, topk=16, counts=(0,), sink=True, device=DEVICE)
+    case = make_attention(
+        rows=4, heads=2, value=16, rope=8, pack=50, topk=16, counts=(0,), sink=True, device=DEVICE
+    )
     out, lse, *gradients = run(case)
     assert lse.isinf().all() and not out.any()
     assert all(not gradient.any() for gradient in gradients)
@@ -137,4 +177,5 @@ def test_chunks_fit_the_workspace():
             assert used + 8 * pack * -(-span // chunk) <= gib << 30
             assert chunk % plans.GROUP == 0 and (span % chunk == 0 or span >= 4096)
             assert chunk / (-(-chunk // 132) * 132) > 0.9
-    assert plans.choose_rows(sizes, 4096, 1 << 20) == (plans.GROUP, plans.GROUP)
+    with pytest.raises(ConfigError, match=r"ops\.workspace_bytes"):
+        plans.choose_rows(sizes, 4096, 1 << 20)

@@ -1,4 +1,6 @@
-"""Inputs for sparse attention and index top-k that are hard to get right, and plain PyTorch to measure errors against."""
+"""Inputs for sparse attention and index top-k that are hard to get right, and plain PyTorch to
+measure errors against.
+"""
 
 from dataclasses import dataclass
 
@@ -55,8 +57,9 @@ def make_attention(
 ) -> Attention:
     """Random ids in random slots, with holes; keys that no row selects hold NaN.
 
-    pool: rows draw from this many keys, 16 rows together from one pool (default: from all). counts: ids of rows, repeated (default:
-    as many as fit). Every row with at least 2 ids has key 3. Slots past the count hold an id that must be ignored.
+    pool: rows draw from this many keys, 16 rows together from one pool (default: from all). counts:
+    ids of rows, repeated (default: as many as fit). Every row with at least 2 ids has key 3. Slots
+    past the count hold an id that must be ignored.
     """
     rng = torch.Generator().manual_seed(seed)
     width = value + rope
@@ -106,7 +109,9 @@ def exact(case: Attention) -> tuple[Tensor, ...]:
 
 
 def plain(case: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """out, dquery, dkv as plain PyTorch computes them in the case's own type, by autograd, over a gathered copy of the keys."""
+    """out, dquery, dkv as plain PyTorch computes them in the case's own type, by autograd, over a
+    gathered copy of the keys.
+    """
     query = case.query.detach().requires_grad_()
     kv = case.kv.detach().requires_grad_()
     slots = torch.arange(case.ids.shape[1], device=case.ids.device)
@@ -122,7 +127,9 @@ def plain(case: Attention) -> tuple[Tensor, Tensor, Tensor]:
         scores = torch.cat([scores, extra], 2)
     probs = torch.softmax(scores.float(), 2).to(query.dtype)[..., : at.shape[1]]
     out = query.new_zeros(query.shape[0], query.shape[1], case.value_dim)
-    out = out.index_put((live.nonzero()[:, 0],), torch.einsum("thk,tkv->thv", probs, keys[..., : case.value_dim]))
+    out = out.index_put(
+        (live.nonzero()[:, 0],), torch.einsum("thk,tkv->thv", probs, keys[..., : case.value_dim])
+    )
     dquery, dkv = torch.autograd.grad(out, (query, kv), case.grad)
     return out.detach(), dquery, dkv
 

@@ -1,4 +1,5 @@
-"""Runs Triton kernels on a CPU: import this module before any kernel module. Skips the importing tests without Triton.
+"""Runs Triton kernels on a CPU: import this module before any kernel module. Skips the importing
+tests without Triton.
 
 On a machine with an NVIDIA GPU nothing changes: kernels are compiled there.
 """
@@ -16,13 +17,15 @@ if INTERPRETED:
 
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
+from triton.runtime import interpreter  # noqa: E402  once it is known to be there
 
 _patch_tensor = interpreter._patch_lang_tensor
 
 
 def _patch_tensor_and_index(tensor, scope):
-    """Triton 3.6 takes int() of one-element arrays for loop bounds; NumPy from 2.4 on refuses those that have a dimension."""
+    """Triton 3.6 takes int() of one-element arrays for loop bounds; NumPy from 2.4 on refuses those
+    that have a dimension.
+    """
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

@@ -2,8 +2,8 @@
 falls back to another one.
 
 The registry is the dict below: op -> {name: check}, in the order in which "auto" tries them. A
-check says why the backend cannot run on a device and dtype, or gives None when it can. It is told the
-widths where they are known, since some kernels are made for the widths of one family.
+check says why the backend cannot run on a device and dtype, or gives None when it can. It is told
+the widths where they are known, since some kernels are made for the widths of one family.
 """
 
 import functools
@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 Widths = Mapping[str, int]  # by name: index_dim, qk, value_dim, topk; what is not known is left out
 Check = Callable[[torch.device, torch.dtype, Widths], str | None]
 
-GLUON_TRITON = "3.6"  # Gluon's interface moves between releases: the one the kernels are tested with
+GLUON_TRITON = (
+    "3.6"  # Gluon's interface moves between releases: the one the kernels are tested with
+)
 MOST_TOPK = 4096  # keys of a row that the Triton kernels hold in registers
 
 
@@ -125,8 +127,8 @@ def resolve(
 ) -> OpOptions:
     """Options with a backend that runs on device and dtype in place of every "auto".
 
-    widths: as far as known, index_dim, qk, value_dim and topk. Raises BackendError, with every known
-    backend and what is against it, when the named one or all of them cannot run.
+    widths: index_dim, qk, value_dim and topk, as far as known. Raises BackendError, with every
+    known backend and what is against it, when the named one or all of them cannot run.
     """
     known = tuple(sorted(widths.items()))
     chosen = {op: _choose(op, getattr(options, op), device, dtype, known) for op in BACKENDS}

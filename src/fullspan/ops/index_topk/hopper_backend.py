@@ -1,7 +1,14 @@
-"""Backend `hopper` of index_topk: launches of the Gluon scores below the shared streaming selection.
+"""Backend `hopper` of index_topk: launches of the Gluon scores below the shared streaming
+selection.
 
-Index heads of width 128, bf16, or fp8 (e4m3) with a scale per key; any number of heads. Bit-repeatable. Left out: checks (op.py).
+Index heads of width 128, bf16, or fp8 (e4m3) with a scale per key; any number of heads.
+Bit-repeatable. Left out: checks (op.py).
 """
+
+# The launch options beside a kernel's own arguments are Triton's: pyright knows only the kernel's.
+# pyright: reportCallIssue=false, reportIndexIssue=false
+
+from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -18,6 +25,13 @@ BF16 = {"ST": 6, "KBUF": 1, "REGS": 160, "KI": 16}
 FP8 = {"ST": 8, "KBUF": 2, "REGS": 160, "KI": 32}
 
 
+def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
+    """TMA over `rows` x WIDTH of x."""
+    kind = gl.float8e4nv if x.element_size() == 1 else gl.bfloat16
+    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, WIDTH], kind)
+    return TensorDescriptor.from_tensor(x, [rows, WIDTH], layout)
+
+
 def index_topk(
     query: Float[Tensor, "rows index_heads index_dim"],
     key: Float[Tensor, "pack index_dim"],
@@ -29,18 +43,19 @@ def index_topk(
     key_scale: Float32[Tensor, "pack"] | None = None,
     first: int = FIRST_SPAN,
 ) -> tuple[Int32[Tensor, "rows topk"], Int32[Tensor, "rows"]]:
-    """ids (ascending, -1 tail) and counts. key_scale: with fp8 query and key; the scale of the query belongs in weights."""
+    """ids (ascending, -1 tail) and counts. key_scale: with fp8 query and key; the scale of the
+    query belongs in weights.
+    """
     query, key, weights = query.contiguous(), key.contiguous(), weights.contiguous()
     rows, heads, dim = query.shape
     pack, fp8 = key.shape[0], key_scale is not None
     if rows == 0 or pack == 0:
-        return query.new_full((rows, topk), -1, dtype=torch.int32), query.new_zeros(rows, dtype=torch.int32)
-    kind = gl.float8e4nv if fp8 else gl.bfloat16
+        return query.new_full((rows, topk), -1, dtype=torch.int32), query.new_zeros(
+            rows, dtype=torch.int32
+        )
     tuned = FP8 if fp8 else BF16
-    queries = TensorDescriptor.from_tensor(
-        query.view(rows, heads * dim), [BQ, dim], gl.NVMMASharedLayout.get_default_for([BQ, dim], kind)
-    )
-    keys = TensorDescriptor.from_tensor(key, [SEG, dim], gl.NVMMASharedLayout.get_default_for([SEG, dim], kind))
+    queries = _tiles(query.view(rows, heads * dim), BQ)
+    keys = _tiles(key, SEG)
     programs = torch.cuda.get_device_properties(query.device).multi_processor_count
     scales = weights if key_scale is None else key_scale.contiguous()
 
@@ -48,13 +63,16 @@ def index_topk(
         tiles = span.keys // (SEG * CONSUMERS)
         total = tiles * -(-span.rows // BQ)
         score_kernel[(min(programs, total),)](
-            queries, keys, weights, scales, ranges.start, ranges.end, ranges.base, ranges.block_end, tau, out,
-            numbers, span.row0, rows, pack, span.lo, span.keys, tiles, total, out.stride(0), numbers.stride(0),
+            queries, keys, weights, scales, ranges.start, ranges.end, ranges.base,
+            ranges.block_end, tau, out,
+            numbers, span.row0, rows, pack, span.lo, span.keys, tiles, total, out.stride(0),
+            numbers.stride(0),
             HI=heads, BQ=BQ, NC=CONSUMERS, FP8=fp8, GATE=span.gate, **tuned, num_warps=4,
         )  # fmt: skip
 
     with torch.cuda.device(query.device):
         return stream_topk(
-            key_start, key_end, pack=pack, topk=topk, workspace_bytes=workspace_bytes, unit=SEG * CONSUMERS,
+            key_start, key_end, pack=pack, topk=topk, workspace_bytes=workspace_bytes,
+            unit=SEG * CONSUMERS,
             score=score, first=first,
         )  # fmt: skip

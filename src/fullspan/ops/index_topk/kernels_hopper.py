@@ -1,12 +1,14 @@
 """Index scores for Hopper (sm_90a), in Triton's Gluon dialect (Triton 3.6), bf16 or fp8 (e4m3).
 
-Persistent and warp-specialised: one warp brings queries, one brings keys (TMA), and each of 3 consumer warpgroups keeps 128 keys in
-shared memory and shares the stream of queries, 64 rows of one head at a time: an m64n128 wgmma per head into a fresh accumulator,
-then tot += (x + |x|) * (w / 2), which is w * relu(x) exactly (FADD takes |x| for free and is faster than FMNMX). The consumers drift
-apart, so one's epilogue runs under another's products. The epilogue stores the scores, or (GATE) packs the survivors of the row's
-threshold to the front of a segment of 128 keys, in key order, by bit counts.
-Left out: selection and spans (kernels_select.py, streaming.py), launching (hopper_backend.py). Kernels carry `no_type_check` so that
-import hooks which wrap annotated functions leave them to Triton.
+Persistent and warp-specialised: one warp brings queries, one brings keys (TMA), and each of 3
+consumer warpgroups keeps 128 keys in shared memory and shares the stream of queries, 64 rows of one
+head at a time: an m64n128 wgmma per head into a fresh accumulator, then tot += (x + |x|) * (w / 2),
+which is w * relu(x) exactly (FADD takes |x| for free and is faster than FMNMX). The consumers drift
+apart, so one's epilogue runs under another's products. The epilogue stores the scores, or (GATE)
+packs the survivors of the row's threshold to the front of a segment of 128 keys, in key order, by
+bit counts. Left out: selection and spans (kernels_select.py, streaming.py), launching
+(hopper_backend.py). Kernels carry `no_type_check` so that import hooks which wrap annotated
+functions leave them to Triton.
 """
 
 from typing import no_type_check
@@ -21,20 +23,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# Arguments in rows: the formatter would give each of some 30 a line of its own.
+# fmt: off
 
 @gluon.jit
 @no_type_check
 def _popc(x):
-    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True,
+                                     pack=1)
 
 
 @gluon.jit
 @no_type_check
-def _gate(tot, KS, START, END, TAU, SEGS, NUM, row0, b, col, k0, kend, s_q, s_kv, seg_stride, num_stride, BQ: gl.constexpr,
+def _gate(tot, KS, START, END, TAU, SEGS, NUM, row0, b, col, k0, kend, s_q, s_kv, seg_stride,
+          num_stride, BQ: gl.constexpr,
           FP8: gl.constexpr, GATE: gl.constexpr, L: gl.constexpr):
     # tot: fp32 scores of 64 rows and the 128 keys from k0 on; col: first column of their segment.
-    # GATE: pack the survivors (score > tau, key in the row's range) to the front of the segment, keys ascending, as
-    # (order-preserving score bits << 32 | key), and store their number; otherwise store the scores as they are.
+    # GATE: pack the survivors (score > tau, key in the row's range) to the front of the
+    # segment, keys ascending, as
+    # (order-preserving score bits << 32 | key), and store their number; otherwise store the
+    # scores as they are.
     RL: gl.constexpr = gl.SliceLayout(1, L)
     CL: gl.constexpr = gl.SliceLayout(0, L)
     loc = b * BQ + gl.arange(0, BQ, layout=RL)
@@ -53,19 +61,23 @@ def _gate(tot, KS, START, END, TAU, SEGS, NUM, row0, b, col, k0, kend, s_q, s_kv
         kb = keep.to(gl.int32).reshape([BQ, 4, 32])
         L3: gl.constexpr = kb.type.layout
         L2: gl.constexpr = gl.SliceLayout(2, L3)
-        lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, L3)))[None, :][None, :, :]
+        lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, L3)))[None, :][None, :,
+            :]
         wi = gl.arange(0, 4, layout=gl.SliceLayout(0, L2))[None, :]
         words = gl.sum(kb << lane, axis=2)
         pw = _popc(words)
-        packed = gl.sum(pw * (0x01010100 << (8 * wi)), axis=1)  # byte i: survivors in the words before word i (at most 96)
+        # byte i: survivors in the words before word i (at most 96)
+        packed = gl.sum(pw * (0x01010100 << (8 * wi)), axis=1)
         before = (packed[:, None] >> (8 * wi)) & 255
         pos = before[:, :, None] + _popc(words[:, :, None] & ((1 << lane) - 1))
         bits = (tot + 0.0).to(gl.uint32, bitcast=True)  # + 0.0: no -0.0
-        bits = gl.where((bits >> 31) != 0, ~bits, bits | 0x80000000).reshape([BQ, 4, 32]).to(gl.uint64)
+        bits = gl.where((bits >> 31) != 0, ~bits, bits | 0x80000000).reshape([BQ, 4,
+            32]).to(gl.uint64)
         rr = b * BQ + gl.arange(0, BQ, layout=gl.SliceLayout(1, L2))
         key = (k0 + wi * 32)[:, :, None] + lane
         off = rr.to(gl.int64) * seg_stride + col
-        gl.store(SEGS + off[:, None][:, :, None] + pos, ((bits << 32) | key.to(gl.uint64)).to(gl.int64, bitcast=True), mask=kb != 0)
+        gl.store(SEGS + off[:, None][:, :, None] + pos,
+                 ((bits << 32) | key.to(gl.uint64)).to(gl.int64, bitcast=True), mask=kb != 0)
         gl.store(NUM + rr.to(gl.int64) * num_stride + col // 128, gl.sum(pw, axis=1))
     else:
         gl.store(SEGS + loc[:, None].to(gl.int64) * seg_stride + col + c[None, :], tot)
@@ -80,12 +92,16 @@ def _reached(tile, T, BASE, BEND, b0, lo, BK: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _consume(C: gl.constexpr, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, s_q, s_kv,
-             lo, span, T, ntiles, seg_stride, num_stride, HI: gl.constexpr, BQ: gl.constexpr, NC: gl.constexpr, ST: gl.constexpr,
+def _consume(C: gl.constexpr, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE,
+             BEND, TAU, SEGS, NUM, row0, s_q, s_kv,
+             lo, span, T, ntiles, seg_stride, num_stride, HI: gl.constexpr, BQ: gl.constexpr,
+             NC: gl.constexpr, ST: gl.constexpr,
              KBUF: gl.constexpr, FP8: gl.constexpr, GATE: gl.constexpr, KI: gl.constexpr):
-    # consumer C owns keys [C * 128, C * 128 + 128) of every tile; all consumers share the stream of queries, head by head
+    # consumer C owns keys [C * 128, C * 128 + 128) of every tile; all consumers share the
+    # stream of queries, head by head
     BK: gl.constexpr = NC * 128
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, KI])
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+        instr_shape=[16, 128, KI])
     RL: gl.constexpr = gl.SliceLayout(1, L)
     b0 = row0 // BQ
     zero = gl.zeros([BQ, 128], gl.float32, L)
@@ -112,21 +128,25 @@ def _consume(C: gl.constexpr, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, STA
                 x = warpgroup_mma_wait(0, deps=(acc, ))
                 gl.thread_barrier()
                 mbarrier.arrive(qempty.index(s), count=1)
-                tot += (x + gl.abs(x)) * (w * 0.5)[:, None]  # w * relu(x), exactly; FADD runs at twice the rate of FMNMX
+                # w * relu(x), exactly; FADD runs at twice the rate of FMNMX
+                tot += (x + gl.abs(x)) * (w * 0.5)[:, None]
                 w = wn
                 g += 1
             mbarrier.arrive(kempty.index(slot), count=1)
             it += 1
-            _gate(tot, KS, START, END, TAU, SEGS, NUM, row0, b, col, base + col, base + span, s_q, s_kv, seg_stride, num_stride,
+            _gate(tot, KS, START, END, TAU, SEGS, NUM, row0, b, col, base + col, base + span, s_q,
+                  s_kv, seg_stride, num_stride,
                   BQ, FP8, GATE, L)
         else:
             if GATE:
-                gl.store(NUM + loc.to(gl.int64) * num_stride + col // 128, gl.zeros([BQ], gl.int32, RL))
+                gl.store(NUM + loc.to(gl.int64) * num_stride + col // 128, gl.zeros([BQ], gl.int32,
+                         RL))
 
 
 @gluon.jit
 @no_type_check
-def _load_q(qd, qsm, qfull, qempty, BASE, BEND, row0, lo, T, ntiles, HI: gl.constexpr, BQ: gl.constexpr, NC: gl.constexpr,
+def _load_q(qd, qsm, qfull, qempty, BASE, BEND, row0, lo, T, ntiles, HI: gl.constexpr,
+            BQ: gl.constexpr, NC: gl.constexpr,
             ST: gl.constexpr):
     DI: gl.constexpr = qd.block_type.shape[1]
     g = 0
@@ -136,13 +156,15 @@ def _load_q(qd, qsm, qfull, qempty, BASE, BEND, row0, lo, T, ntiles, HI: gl.cons
                 s = g % ST
                 mbarrier.wait(qempty.index(s), ((g // ST) & 1) ^ 1)
                 mbarrier.expect(qfull.index(s), qd.block_type.nbytes)
-                tma.async_copy_global_to_shared(qd, [row0 + (tile // T) * BQ, h * DI], qfull.index(s), qsm.index(s))
+                tma.async_copy_global_to_shared(qd, [row0 + (tile // T) * BQ, h * DI],
+                    qfull.index(s), qsm.index(s))
                 g += 1
 
 
 @gluon.jit
 @no_type_check
-def _load_k(kd, ksm, kfull, kempty, BASE, BEND, row0, lo, T, ntiles, BQ: gl.constexpr, NC: gl.constexpr,
+def _load_k(kd, ksm, kfull, kempty, BASE, BEND, row0, lo, T, ntiles, BQ: gl.constexpr,
+            NC: gl.constexpr,
             KBUF: gl.constexpr):
     it = 0
     for tile in range(gl.program_id(0), ntiles, gl.num_programs(0)):
@@ -152,16 +174,21 @@ def _load_k(kd, ksm, kfull, kempty, BASE, BEND, row0, lo, T, ntiles, BQ: gl.cons
                 slot = c * KBUF + it % KBUF
                 mbarrier.wait(kempty.index(slot), ((it // KBUF) & 1) ^ 1)
                 mbarrier.expect(kfull.index(slot), kd.block_type.nbytes)
-                tma.async_copy_global_to_shared(kd, [k0 + c * 128, 0], kfull.index(slot), ksm.index(slot))
+                tma.async_copy_global_to_shared(kd, [k0 + c * 128, 0], kfull.index(slot),
+                    ksm.index(slot))
             it += 1
 
 
 @gluon.jit
 @no_type_check
-def score_kernel(qd, kd, W, KS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, s_q, s_kv, lo, span, T, ntiles, seg_stride, num_stride,
-                 HI: gl.constexpr, BQ: gl.constexpr, NC: gl.constexpr, ST: gl.constexpr, KBUF: gl.constexpr, FP8: gl.constexpr,
+def score_kernel(qd, kd, W, KS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, s_q, s_kv, lo, span,
+                 T, ntiles, seg_stride, num_stride,
+                 HI: gl.constexpr, BQ: gl.constexpr, NC: gl.constexpr, ST: gl.constexpr,
+                 KBUF: gl.constexpr, FP8: gl.constexpr,
                  GATE: gl.constexpr, KI: gl.constexpr, REGS: gl.constexpr):
-    """ntiles tiles of BQ rows x NC (3) * 128 keys, T of them a block of rows. Arguments as of kernels_scores.score_kernel."""
+    """ntiles tiles of BQ rows x NC (3) * 128 keys, T of them a block of rows. Arguments as of
+    kernels_scores.score_kernel.
+    """
     DI: gl.constexpr = kd.block_type.shape[1]
     ksm = gl.allocate_shared_memory(kd.dtype, [NC * KBUF, 128, DI], kd.layout)
     qsm = gl.allocate_shared_memory(qd.dtype, [ST, BQ, DI], qd.layout)
@@ -179,11 +206,14 @@ def score_kernel(qd, kd, W, KS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, s_
     gl.thread_barrier()
     # the tuples are written out: a tuple bound to a name loses its compile-time values
     gl.warp_specialize([
-        (_consume, (0, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, s_q, s_kv, lo, span,
+        (_consume, (0, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND, TAU,
+         SEGS, NUM, row0, s_q, s_kv, lo, span,
                     T, ntiles, seg_stride, num_stride, HI, BQ, NC, ST, KBUF, FP8, GATE, KI)),
-        (_consume, (1, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, s_q, s_kv, lo, span,
+        (_consume, (1, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND, TAU,
+         SEGS, NUM, row0, s_q, s_kv, lo, span,
                     T, ntiles, seg_stride, num_stride, HI, BQ, NC, ST, KBUF, FP8, GATE, KI)),
-        (_consume, (2, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, s_q, s_kv, lo, span,
+        (_consume, (2, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND, TAU,
+         SEGS, NUM, row0, s_q, s_kv, lo, span,
                     T, ntiles, seg_stride, num_stride, HI, BQ, NC, ST, KBUF, FP8, GATE, KI)),
         (_load_q, (qd, qsm, qfull, qempty, BASE, BEND, row0, lo, T, ntiles, HI, BQ, NC, ST)),
         (_load_k, (kd, ksm, kfull, kempty, BASE, BEND, row0, lo, T, ntiles, BQ, NC, KBUF)),

@@ -1,10 +1,11 @@
 """Index scores in plain Triton: any NVIDIA GPU from sm_80 on, and Triton's interpreter.
 
-One program scores BQ rows against one segment of SEG keys, head after head. Either it stores the scores, or (GATE) only
-those above the row's threshold, packed to the front of the segment in key order, with their number: places come from bit
-counts, without atomics, scans or sorts. Left out: the selection (kernels_select.py), the loop over spans of keys
-(streaming.py), the Hopper version (kernels_hopper.py).
-Kernels carry `no_type_check` so that import hooks which wrap annotated functions leave them to Triton.
+One program scores BQ rows against one segment of SEG keys, head after head. Either it stores the
+scores, or (GATE) only those above the row's threshold, packed to the front of the segment in key
+order, with their number: places come from bit counts, without atomics, scans or sorts. Left out:
+the selection (kernels_select.py), the loop over spans of keys (streaming.py), the Hopper version
+(kernels_hopper.py). Kernels carry `no_type_check` so that import hooks which wrap annotated
+functions leave them to Triton.
 """
 
 from typing import no_type_check
@@ -21,18 +22,19 @@ def popcount(x, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
         )
-    else:
-        x = x - ((x >> 1) & 0x55555555)
-        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-        x = (x + (x >> 4)) & 0x0F0F0F0F
-        x = x + (x >> 8)
-        return (x + (x >> 16)) & 0x3F
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return (x + (x >> 16)) & 0x3F
 
 
 @triton.jit
 @no_type_check
 def bounds_kernel(START, END, BASE, BEND, rows, BQ: tl.constexpr, SEG: tl.constexpr):
-    """First key (a multiple of SEG) and end of the keys that each block of BQ rows reaches; 0 and 0 where it has none."""
+    """First key (a multiple of SEG) and end of the keys that each block of BQ rows reaches; 0 and 0
+    where it has none.
+    """
     row = tl.program_id(0) * BQ + tl.arange(0, BQ)
     st = tl.load(START + row, mask=row < rows, other=2147483647)
     en = tl.load(END + row, mask=row < rows, other=0)
@@ -48,7 +50,9 @@ def _store_survivors(
     tot, START, END, TAU, SEGS, NUM, row0, b, col, k0, kend, rows, seg_stride, num_stride,
     BQ: tl.constexpr, SEG: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Entries of the segment at column `col`: (score bits in order << 32 | key), keys ascending, where score > tau."""
+    """Entries of the segment at column `col`: (score bits in order << 32 | key), keys ascending,
+    where score > tau.
+    """
     words: tl.constexpr = SEG // 32
     loc = b * BQ + tl.arange(0, BQ)
     c = tl.arange(0, SEG)
@@ -78,12 +82,16 @@ def _store_survivors(
 @no_type_check
 def score_kernel(
     QUERY, KEY, WEIGHTS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, rows, pack, lo, span, tiles,
-    seg_stride, num_stride, HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr,
-    SEG: tl.constexpr, GATE: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    seg_stride, num_stride, HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    BQ: tl.constexpr,
+    SEG: tl.constexpr, GATE: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program: (block of rows of the slab that starts at row0, segment of the span), the segment fastest.
+    """Program: (block of rows of the slab that starts at row0, segment of the span), the segment
+    fastest.
 
-    The span begins `lo` keys after the block's first. SEGS: fp32 scores, or int64 entries with GATE.
+    The span begins `lo` keys after the block's first. SEGS: fp32 scores, or int64 entries with
+    GATE.
     """
     b = tl.program_id(0) // tiles
     col = (tl.program_id(0) % tiles) * SEG
@@ -112,7 +120,8 @@ def score_kernel(
         tot += (x + tl.abs(x)) * (w * 0.5)[:, None]
     if GATE:
         _store_survivors(
-            tot, START, END, TAU, SEGS, NUM, row0, b, col, k0, begin + span, rows, seg_stride, num_stride,
+            tot, START, END, TAU, SEGS, NUM, row0, b, col, k0, begin + span, rows, seg_stride,
+            num_stride,
             BQ, SEG, ASM,
         )  # fmt: skip
     else:

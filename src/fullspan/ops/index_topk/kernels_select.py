@@ -1,11 +1,12 @@
 """Exact streaming top-k in plain Triton, shared by the `triton` and `hopper` backends.
 
-A row's list holds (order-preserving score bits << 32 | key), keys ascending. The first span of keys arrives as scores
-(merge_first_kernel), every later one as the survivors of the row's threshold (merge_kernel), which are appended; where the
-list grew past KM it is cut and the threshold raised. A threshold is a score that at least K keys seen so far reach, so what
-it drops cannot be among the K best: a later key that ties with it loses by the tie rule. Left out: scores
-(kernels_scores.py, kernels_hopper.py) and launches (streaming.py). Scores must be finite.
-Kernels carry `no_type_check` so that import hooks which wrap annotated functions leave them to Triton.
+A row's list holds (order-preserving score bits << 32 | key), keys ascending. The first span of keys
+arrives as scores (merge_first_kernel), every later one as the survivors of the row's threshold
+(merge_kernel), which are appended; where the list grew past KM it is cut and the threshold raised.
+A threshold is a score that at least K keys seen so far reach, so what it drops cannot be among the
+K best: a later key that ties with it loses by the tie rule. Left out: scores (kernels_scores.py,
+kernels_hopper.py) and launches (streaming.py). Scores must be finite. Kernels carry `no_type_check`
+so that import hooks which wrap annotated functions leave them to Triton.
 """
 
 from typing import no_type_check
@@ -39,9 +40,11 @@ def _high(v):
 @triton.jit
 @no_type_check
 def _kth(key, ok, total, KM, K: tl.constexpr, ALL: tl.constexpr):
-    """(t, need): keep key > t and the first `need` of key == t, by ternary search on the key's value.
+    """(t, need): keep key > t and the first `need` of key == t, by ternary search on the key's
+    value.
 
-    At least K are kept, and at most KM unless ties at t exceed that: then exactly K. need == ALL: every key >= t.
+    At least K are kept, and at most KM unless ties at t exceed that: then exactly K. need == ALL:
+    every key >= t.
     """
     lo = tl.min(tl.where(ok, key, 0xFFFFFFFF)).to(tl.uint32)
     hi = (tl.max(key) + 1).to(tl.uint32)
@@ -106,7 +109,9 @@ def _kth_of_memory(best, ext, n, m, KM, K: tl.constexpr, CAP: tl.constexpr, ALL:
 @triton.jit
 @no_type_check
 def _places(key, ok, t, need, a, X: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr):
-    """Order-preserving compaction of X keys: (keep, positions from `a` on, next position, ties still needed)."""
+    """Order-preserving compaction of X keys: (keep, positions from `a` on, next position, ties
+    still needed).
+    """
     lane = tl.arange(0, 32)
     below = ((1 << lane) - 1)[None, :]
     kb = tl.reshape(((key >= t) & ok).to(tl.int32), (X // 32, 32))
@@ -127,9 +132,12 @@ def _places(key, ok, t, need, a, X: tl.constexpr, ALL: tl.constexpr, ASM: tl.con
 @no_type_check
 def merge_first_kernel(
     SCORES, START, END, BASE, TAU, BEST, HAVE, row0, span, score_stride, KM, KCAP: tl.constexpr,
-    SPAN: tl.constexpr, K: tl.constexpr, BQ: tl.constexpr, PC: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr,
+    SPAN: tl.constexpr, K: tl.constexpr, BQ: tl.constexpr, PC: tl.constexpr, ALL: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: list, length and threshold from the scores of the first span. SPAN: span as a power of two."""
+    """One program a row: list, length and threshold from the scores of the first span. SPAN: span
+    as a power of two.
+    """
     loc = tl.program_id(0)
     row = row0 + loc
     base = tl.load(BASE + row // BQ)
@@ -194,7 +202,9 @@ def merge_kernel(
     KCAP: tl.constexpr, K: tl.constexpr, SEG: tl.constexpr, TP: tl.constexpr, J: tl.constexpr,
     PC: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Append a span's survivors to each row's list; where it grew past KM, cut it back and raise the row's threshold."""
+    """Append a span's survivors to each row's list; where it grew past KM, cut it back and raise
+    the row's threshold.
+    """
     tt = tl.arange(0, TP)
     for loc in range(tl.program_id(0), rows, tl.num_programs(0)):
         wide = loc + tl.full([], 0, tl.int64)  # the interpreter's loop variable is a plain int
@@ -229,7 +239,9 @@ def merge_kernel(
 
 @triton.jit
 @no_type_check
-def emit_kernel(BEST, HAVE, IDS, COUNTS, row0, KCAP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+def emit_kernel(
+    BEST, HAVE, IDS, COUNTS, row0, KCAP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
+):
     """Ids of a row's list, -1 after them, and their number."""
     loc = tl.program_id(0)
     n = tl.load(HAVE + loc)

@@ -1,19 +1,24 @@
-"""Index top-k over spans of keys, in a bounded workspace: the loop that the `triton` and `hopper` backends share.
+"""Index top-k over spans of keys, in a bounded workspace: the loop that the `triton` and `hopper`
+backends share.
 
-Rows go in slabs, the keys of a slab in spans counted from the first key that each block of BQ rows reaches. The first span
-stores its scores; a merge finds each row's threshold; every later span stores only what passes it. A span is never larger
-than a buffer that holds ALL its keys, so adverse data cost time, not exactness. Left out: the scores themselves.
+Rows go in slabs, the keys of a slab in spans counted from the first key that each block of BQ rows
+reaches. The first span stores its scores; a merge finds each row's threshold; every later span
+stores only what passes it. A span is never larger than a buffer that holds ALL its keys, so adverse
+data cost time, not exactness. Left out: the scores themselves.
 """
+
+# The launch options beside a kernel's own arguments are Triton's: pyright knows only the kernel's.
+# pyright: reportCallIssue=false
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from fullspan.errors import ConfigError
 from fullspan.ops.index_topk.kernels_scores import bounds_kernel
 from fullspan.ops.index_topk.kernels_select import emit_kernel, merge_first_kernel, merge_kernel
+from fullspan.ops.sizes import power_of_2
 from fullspan.shapes import Float32, Int32, Int64, Tensor
 
 BQ = 64  # rows of a block, which share a first key
@@ -37,7 +42,9 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Rows [row0, row0 + rows) against the keys [lo, lo + keys) after each block's first. gate: keep only survivors."""
+    """Rows [row0, row0 + rows) against the keys [lo, lo + keys) after each block's first. gate:
+    keep only survivors.
+    """
 
     row0: int
     rows: int
@@ -46,13 +53,14 @@ class Span:
     gate: bool
 
 
-# (span, ranges, thresholds of the slab, output [slab, columns] fp32 scores or int64 entries, numbers [slab, segments])
+# (span, ranges, thresholds of the slab, output [slab, columns] fp32 scores or int64 entries,
+# numbers [slab, segments])
 Score = Callable[[Span, Ranges, Tensor, Tensor, Tensor], None]
 
 
 def list_width(topk: int) -> int:
     """Entries of a row's list."""
-    return 4 * max(32, triton.next_power_of_2(topk))
+    return 4 * max(32, power_of_2(topk))
 
 
 def slab_bytes(slab: int, columns: int, topk: int, rows: int) -> int:
@@ -64,7 +72,9 @@ def slab_bytes(slab: int, columns: int, topk: int, rows: int) -> int:
 def plan_spans(
     rows: int, pack: int, topk: int, workspace: int, unit: int, first: int
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Rows of a slab and the (offset, keys) of its spans. unit: keys of a score tile; spans are multiples of it."""
+    """Rows of a slab and the (offset, keys) of its spans. unit: keys of a score tile; spans are
+    multiples of it.
+    """
     slab = min(MOST_ROWS, -(-rows // BQ) * BQ)
     total = -(-(pack + SEG) // unit) * unit
     first = min(max(first // unit, 1) * unit, total)
@@ -75,9 +85,10 @@ def plan_spans(
             break
         slab = max(BQ, slab // 2 // BQ * BQ)
     if columns < unit:
+        least = slab_bytes(BQ, unit, topk, rows)
         raise ConfigError(
-            f"ops.workspace_bytes is {workspace}, less than the {slab_bytes(BQ, unit, topk, rows)} that index_topk needs "
-            f"(topk {topk}, {rows} rows)"
+            f"ops.workspace_bytes is {workspace}; index_topk of {topk} keys for {rows} rows needs "
+            f"at least {least}"
         )
     first = min(first, columns)
     spans, lo = [], 0
@@ -86,7 +97,9 @@ def plan_spans(
         keys = min(keys // unit * unit, columns, total - lo)
         spans.append((lo, keys))
         lo += keys
-    if len(spans) > 2 and spans[-1][1] < spans[-2][1] // 2:  # no short last span: share the last two evenly
+    if (
+        len(spans) > 2 and spans[-1][1] < spans[-2][1] // 2
+    ):  # no short last span: share the last two evenly
         both = spans[-2][1] + spans[-1][1]
         keys = -(-both // 2 // unit) * unit
         spans[-2:] = [(spans[-2][0], keys), (spans[-2][0] + keys, both - keys)]
@@ -99,7 +112,9 @@ def block_ranges(key_start: Int64[Tensor, "rows"], key_end: Int64[Tensor, "rows"
     blocks = -(-start.shape[0] // BQ)
     base = torch.empty(blocks, dtype=torch.int32, device=start.device)
     block_end = torch.empty_like(base)
-    bounds_kernel[(blocks,)](start, end, base, block_end, start.shape[0], BQ=BQ, SEG=SEG, num_warps=1)
+    bounds_kernel[(blocks,)](
+        start, end, base, block_end, start.shape[0], BQ=BQ, SEG=SEG, num_warps=1
+    )
     return Ranges(start=start, end=end, base=base, block_end=block_end)
 
 
@@ -107,7 +122,9 @@ def stream_topk(
     key_start: Int64[Tensor, "rows"], key_end: Int64[Tensor, "rows"], *, pack: int, topk: int,
     workspace_bytes: int, unit: int, score: Score, first: int = FIRST_SPAN,
 ) -> tuple[Int32[Tensor, "rows topk"], Int32[Tensor, "rows"]]:  # fmt: skip
-    """ids (ascending, -1 tail) and counts of the topk best keys of each row's range, by the scores that `score` writes."""
+    """ids (ascending, -1 tail) and counts of the topk best keys of each row's range, by the scores
+    that `score` writes.
+    """
     rows, device = key_start.shape[0], key_start.device
     ids = torch.empty(rows, topk, dtype=torch.int32, device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
@@ -120,7 +137,7 @@ def stream_topk(
     best = torch.empty(slab, list_width(topk), dtype=torch.int64, device=device)
     have = torch.empty(slab, dtype=torch.int32, device=device)
     extra = torch.empty(min(MERGE_PROGRAMS, slab), columns, dtype=torch.int64, device=device)
-    tau: Float32[Tensor, "slab"] = torch.empty(slab, dtype=torch.float32, device=device)
+    tau: Float32[Tensor, slab] = torch.empty(slab, dtype=torch.float32, device=device)
     ranges = block_ranges(key_start, key_end)
     shape = {"KCAP": best.shape[1], "K": topk}
     search = {**shape, "PC": min(2048, best.shape[1]), "ALL": ALL, "ASM": device.type == "cuda"}
@@ -134,15 +151,16 @@ def stream_topk(
                 score(span, ranges, tau, scores, numbers)
                 merge_first_kernel[(here,)](
                     scores, ranges.start, ranges.end, ranges.base, tau, best, have, row0, keys,
-                    scores.stride(0), most, SPAN=triton.next_power_of_2(keys), BQ=BQ, **search,
+                    scores.stride(0), most, SPAN=power_of_2(keys), BQ=BQ, **search,
                     num_warps=16 if keys > 8192 else 8,
                 )  # fmt: skip
                 continue
             score(span, ranges, tau, entries, numbers)
-            tp = max(32, triton.next_power_of_2(keys // SEG))
+            tp = max(32, power_of_2(keys // SEG))
             merge_kernel[(min(MERGE_PROGRAMS, here),)](
                 entries, numbers, tau, best, have, extra, here, keys // SEG, entries.stride(0),
-                numbers.stride(0), extra.stride(0), most, SEG=SEG, TP=tp, J=max(1, 4096 // tp), **search,
+                numbers.stride(0), extra.stride(0), most, SEG=SEG, TP=tp, J=max(1, 4096 // tp),
+                **search,
                 num_warps=8, maxnreg=128,
             )  # fmt: skip
         emit_kernel[(here,)](

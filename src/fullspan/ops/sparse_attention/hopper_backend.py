@@ -1,19 +1,29 @@
-"""Backend `hopper` of sparse attention: launches of the Gluon kernels, with the plain Triton ones where they serve as well.
+"""Backend `hopper` of sparse attention: launches of the Gluon kernels, with the plain Triton ones
+where they serve as well.
 
-bf16, 512 value columns, with or without 64 rope columns; heads in tiles of 64 (others are padded, which copies query and
-grad_out); any number of slots. lse in natural logarithm, +inf where a row has no key. Deterministic. Ids of one row must
-differ (a top-k's do). Left out: autograd and checks (op.py).
+bf16, 512 value columns, with or without 64 rope columns; heads in tiles of 64 (others are padded,
+which copies query and grad_out); any number of slots. lse in natural logarithm, +inf where a row
+has no key. Deterministic. Ids of one row must differ (a top-k's do). Left out: autograd and checks
+(op.py).
 """
+
+# The launch options beside a kernel's own arguments are Triton's: pyright knows only the kernel's.
+# pyright: reportCallIssue=false, reportIndexIssue=false
 
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch.nn.functional import pad
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fullspan.ops.sparse_attention.kernels_hopper_backward import SWIZZLE_64, SWIZZLE_128, dense_kernel, dquery_kernel
+from fullspan.ops.sizes import power_of_2
+from fullspan.ops.sparse_attention.kernels_hopper_backward import (
+    SWIZZLE_64,
+    SWIZZLE_128,
+    dense_kernel,
+    dquery_kernel,
+)
 from fullspan.ops.sparse_attention.kernels_hopper_forward import forward_kernel, prepare_kernel
 from fullspan.ops.sparse_attention.plan import GROUP, Chunk, Plan
 from fullspan.ops.sparse_attention.triton_backend import (
@@ -41,7 +51,9 @@ FORWARD_ROWS = 16384  # rows whose cleaned ids exist at once
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Cleaned ids of some rows [rows, slots], their counts, and one bit a block of slots that holds an empty one."""
+    """Cleaned ids of some rows [rows, slots], their counts, and one bit a block of slots that holds
+    an empty one.
+    """
 
     ids: Int32[Tensor, "rows slots"]
     limit: Int32[Tensor, "rows"]
@@ -57,7 +69,8 @@ def prepare(ids: Tensor, counts: Tensor, pack: int, first: int, rows: int) -> Pr
         ids=ids.new_empty(rows, slots), limit=ids.new_empty(rows), flags=ids.new_empty(rows, words)
     )
     prepare_kernel[(rows,)](
-        ids, counts, out.ids, out.limit, out.flags, first, pack, TOPK=topk, KP=triton.next_power_of_2(slots),
+        ids, counts, out.ids, out.limit, out.flags, first, pack, TOPK=topk,
+        KP=power_of_2(slots),
         KC=slots, WORDS=words, num_warps=4,
     )  # fmt: skip
     return out
@@ -79,7 +92,9 @@ def forward(
     value_dim: int,
     workspace_bytes: int,
 ) -> tuple[Float[Tensor, "rows heads value"], Float32[Tensor, "rows heads"]]:
-    """out [rows, heads, value_dim] and natural-log lse [rows, heads] of every row over its chosen keys."""
+    """out [rows, heads, value_dim] and natural-log lse [rows, heads] of every row over its chosen
+    keys.
+    """
     rows, heads, width = query.shape
     tiles = -(-heads // HEADS)
     kv, ids, counts = kv.contiguous(), ids.contiguous(), counts.contiguous()
@@ -95,7 +110,8 @@ def forward(
             part = slice(first, first + here)
             forward_kernel[(min(here * tiles, units),)](
                 ready.flags, query[part], kv, ready.ids, ready.limit, sinks, out[part], lse[part],
-                scale * LOG2E, here * tiles, K=ready.ids.shape[1], BK=BLOCK, HT=tiles, ROPE=width > VALUE,
+                scale * LOG2E, here * tiles, K=ready.ids.shape[1], BK=BLOCK, HT=tiles,
+                ROPE=width > VALUE,
                 WORDS=ready.flags.shape[1], HAS_SINK=sink is not None, num_warps=4, maxnreg=128,
             )  # fmt: skip
     return out[:, :heads].contiguous(), lse[:, :heads].contiguous()
@@ -109,7 +125,9 @@ def _rows(x: Tensor, columns: int) -> GluonDescriptor:
 
 @dataclass(frozen=True)
 class Call:
-    """Tensors of a backward with whole tiles of heads, their TMA descriptors, which cost the host time, and its buffers."""
+    """Tensors of a backward with whole tiles of heads, their TMA descriptors, which cost the host
+    time, and its buffers.
+    """
 
     query: Tensor
     kv: Tensor
@@ -125,7 +143,8 @@ class Call:
 
     @classmethod
     def of(
-        cls, query: Tensor, kv: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, dquery: Tensor, chunk: int,
+        cls, query: Tensor, kv: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor,
+        dquery: Tensor, chunk: int,
         shape: Shape, scale: float,
     ) -> "Call":  # fmt: skip
         """Allocates the buffers of a chunk."""
@@ -142,7 +161,8 @@ class Call:
             query, kv, grad_out, lse, delta, buffers, shape, scale,
             (_rows(query, 128), _rows(query, narrow), _rows(grad_out, 128), _rows(dquery, 128),
              _rows(dquery, narrow), _rows(prob, 64), _rows(dscore, 64)),
-            (_rows(query, 256), _rows(query, 32), _rows(grad_out, 256), _rows(prob, 64), _rows(dscore, 64),
+            (_rows(query, 256), _rows(query, 32), _rows(grad_out, 256), _rows(prob, 64),
+             _rows(dscore, 64),
              _rows(part, 256), _rows(part, 32)),
             (tile(query, columns["BN"]), tile(query, columns["BR"]), tile(grad_out, columns["BN"])),
         )  # fmt: skip
@@ -162,9 +182,11 @@ def backward(
     workspace_bytes: int,
     plan: Plan | None = None,
 ) -> tuple[Float[Tensor, "rows heads qk"], Float32[Tensor, "pack qk"], Float32[Tensor, "heads"]]:
-    """Gradients of query (its dtype), kv (fp32) and sink (fp32, zeros without one); same bits on every run.
+    """Gradients of query (its dtype), kv (fp32) and sink (fp32, zeros without one); same bits on
+    every run.
 
-    plan: of all rows with whole blocks of slots, where the caller has it (its chunk then decides the memory).
+    plan: of all rows with whole blocks of slots, where the caller has it (its chunk then decides
+    the memory).
     """
     rows, heads, _ = query.shape
     tiles = -(-heads // HEADS)
@@ -209,8 +231,10 @@ def launch_dquery(call: Call, ready: Prepared, chunk: Chunk) -> None:
     """Query gradient of a chunk, and its P and dS. ready: of the chunk's plan."""
     tiles, window = call.query.shape[1] // HEADS, chunk.window
     dquery_kernel[(chunk.rows * tiles,)](
-        *call.to_dquery, call.kv, ready.ids[window], ready.limit[window], call.lse, call.delta, chunk.first,
-        call.scale, call.scale * LOG2E, K=ready.ids.shape[1], HT=tiles, ROPE=call.shape.rope > 0, R1=232, R2=32,
+        *call.to_dquery, call.kv, ready.ids[window], ready.limit[window], call.lse, call.delta,
+        chunk.first,
+        call.scale, call.scale * LOG2E, K=ready.ids.shape[1], HT=tiles, ROPE=call.shape.rope > 0,
+        R1=232, R2=32,
         num_warps=4,
     )  # fmt: skip
 

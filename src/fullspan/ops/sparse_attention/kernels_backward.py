@@ -1,10 +1,11 @@
 """Sparse attention backward in plain Triton, deterministic: no float is ever added by an atomic.
 
-delta_kernel: row sums of out * grad_out. dquery_kernel: gradient of the query; leaves P and dS as one row of heads per
-(row, slot). union_kernel and direct_kernel: partial rows of dKV, as the plan (kernels_plan.py) says. segment_kernel: adds
-the partial rows of each key in the order of the plan. Left out: launching (triton_backend.py) and the Hopper versions
-of dquery and of the partial rows (kernels_hopper_backward.py). Kernels carry `no_type_check` so that import hooks which
-wrap annotated functions leave them to Triton.
+delta_kernel: row sums of out * grad_out. dquery_kernel: gradient of the query; leaves P and dS as
+one row of heads per (row, slot). union_kernel and direct_kernel: partial rows of dKV, as the plan
+(kernels_plan.py) says. segment_kernel: adds the partial rows of each key in the order of the plan.
+Left out: launching (triton_backend.py) and the Hopper versions of dquery and of the partial rows
+(kernels_hopper_backward.py). Kernels carry `no_type_check` so that import hooks which wrap
+annotated functions leave them to Triton.
 """
 
 from typing import no_type_check
@@ -57,7 +58,9 @@ def dquery_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Row row0 + program_id(0), a tile of heads. PROB and DSCORE are [rows of the chunk * TOPK, HP]."""
+    """Row row0 + program_id(0), a tile of heads. PROB and DSCORE are [rows of the chunk * TOPK,
+    HP].
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     D: tl.constexpr = DV + DR
     c = tl.program_id(0).to(tl.int64)
@@ -114,9 +117,11 @@ def _partial(
     HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr, HB: tl.constexpr,
     BN: tl.constexpr, BR: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc, acr += dS^T q + P^T grad over one tile of heads of row i, for `slots` of PROB and DSCORE.
+    """acc, acr += dS^T q + P^T grad over one tile of heads of row i, for `slots` of PROB and
+    DSCORE.
 
-    Columns c0 .. c0 + BN of the values, r0 .. r0 + BR of the rope. TMA: QUERY, QUERY_ROPE and GRAD are tensor descriptors.
+    Columns c0 .. c0 + BN of the values, r0 .. r0 + BR of the rope. TMA: QUERY, QUERY_ROPE and GRAD
+    are tensor descriptors.
     """
     D: tl.constexpr = DV + DR
     h = tile * HB + tl.arange(0, HB)
@@ -152,7 +157,8 @@ def _partial(
 @triton.jit
 @no_type_check
 def _store_partial(
-    acc, acr, PART, slots, ok, c0, r0, DV: tl.constexpr, DR: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr
+    acc, acr, PART, slots, ok, c0, r0, DV: tl.constexpr, DR: tl.constexpr, BN: tl.constexpr,
+    BR: tl.constexpr
 ):  # fmt: skip
     """Partial rows at `slots`."""
     D: tl.constexpr = DV + DR
@@ -172,11 +178,14 @@ def union_kernel(
     QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, SLOTS, FIRST, ACTIVE, ACTIVE_COUNT, PART, row0,
     HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr,
     HB: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BR: tl.constexpr, TILES: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BR: tl.constexpr, TILES: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BM shared keys of one group x BN value columns (and their share of the rope columns), summed over the group's rows.
+    """BM shared keys of one group x BN value columns (and their share of the rope columns), summed
+    over the group's rows.
 
-    Program: (group, block of keys, column tile), the column tile fastest. Blocks past the group's last have no active row.
+    Program: (group, block of keys, column tile), the column tile fastest. Blocks past the group's
+    last have no active row.
     """
     HT: tl.constexpr = HP // HB
     pid = tl.program_id(0)
@@ -194,7 +203,8 @@ def union_kernel(
         i = row0 + g * GROUP + tl.load(ACTIVE + b * GROUP + e // HT)
         slots = tl.load(SLOTS + (b.to(tl.int64) * GROUP + e // HT) * BM + mm)
         acc, acr = _partial(
-            acc, acr, QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, i, e % HT, slots, slots >= 0, c0, r0, HEADS, DV, DR, HP, HB, BN, BR, TMA, PRECISION,
+            acc, acr, QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, i, e % HT, slots, slots >= 0, c0, r0,
+            HEADS, DV, DR, HP, HB, BN, BR, TMA, PRECISION,
         )  # fmt: skip
     to = tl.load(FIRST + b.to(tl.int64) * BM + mm)
     _store_partial(acc, acr, PART, to, to >= 0, c0, r0, DV, DR, BN, BR)
@@ -223,20 +233,24 @@ def direct_kernel(
     c0 = (pid % TILES) * BN
     r0 = DV + (pid % TILES) * BR
     mm = tl.arange(0, BM)
-    for j in tl.range(0, n, BM, num_stages=STAGES):  # where there are more tiles of heads, the inner loop is pipelined
+    for j in tl.range(
+        0, n, BM, num_stages=STAGES
+    ):  # where there are more tiles of heads, the inner loop is pipelined
         ok = j + mm < n
         slot = tl.load(DIRECT + c.to(tl.int64) * TOPK + j + mm, mask=ok, other=0)
         acc = tl.zeros([BM, BN], tl.float32)
         acr = tl.zeros([BM, BR], tl.float32)
         if HT == 1:
             acc, acr = _partial(
-                acc, acr, QUERY, QUERY, GRAD, PROB, DSCORE, row0 + c, 0, c * TOPK + slot, ok, c0, r0,
+                acc, acr, QUERY, QUERY, GRAD, PROB, DSCORE, row0 + c, 0, c * TOPK + slot, ok, c0,
+                r0,
                 HEADS, DV, DR, HP, HB, BN, BR, False, PRECISION,
             )  # fmt: skip
         else:
             for tile in tl.range(0, HT, num_stages=STAGES):
                 acc, acr = _partial(
-                    acc, acr, QUERY, QUERY, GRAD, PROB, DSCORE, row0 + c, tile, c * TOPK + slot, ok, c0, r0,
+                    acc, acr, QUERY, QUERY, GRAD, PROB, DSCORE, row0 + c, tile, c * TOPK + slot,
+                    ok, c0, r0,
                     HEADS, DV, DR, HP, HB, BN, BR, False, PRECISION,
                 )  # fmt: skip
         _store_partial(acc, acr, PART, c * TOPK + slot, ok, c0, r0, DV, DR, BN, BR)
@@ -248,7 +262,8 @@ def segment_kernel(
     PART, ORDER, START, DKV, pack, DV: tl.constexpr, DR: tl.constexpr, DVP: tl.constexpr,
     DRP: tl.constexpr, KEYS: tl.constexpr, R: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """KEYS keys a program, one after the other: adds a key's partial rows in the plan's order, R at a time.
+    """KEYS keys a program, one after the other: adds a key's partial rows in the plan's order, R at
+    a time.
 
     ADD: to what DKV already holds, so that keys without partial rows are passed over.
     """
@@ -267,7 +282,9 @@ def segment_kernel(
         a = tl.load(START + k)
         b = tl.load(START + k + 1)
         if (not ADD) or (a < b):
-            o = DKV + (k + tl.full([], 0, tl.int64)) * D  # the interpreter's loop variable is a plain int
+            o = (
+                DKV + (k + tl.full([], 0, tl.int64)) * D
+            )  # the interpreter's loop variable is a plain int
             acc = tl.zeros([DVP], tl.float32)
             if ADD:
                 acc = tl.load(o + v, mask=vm, other=0.0)
@@ -278,10 +295,16 @@ def segment_kernel(
             for j in range(a, b, R):
                 ok = (j + rr) < b
                 row = tl.load(ORDER + j + rr, mask=ok, other=0).to(tl.int64) * D
-                x = tl.load(PART + row[:, None] + v[None, :], mask=ok[:, None] & vm[None, :], other=0.0)
+                x = tl.load(
+                    PART + row[:, None] + v[None, :], mask=ok[:, None] & vm[None, :], other=0.0
+                )
                 acc += tl.sum(x.to(tl.float32), 0)
                 if DRP > 0:
-                    y = tl.load(PART + row[:, None] + DV + r[None, :], mask=ok[:, None] & rm[None, :], other=0.0)
+                    y = tl.load(
+                        PART + row[:, None] + DV + r[None, :],
+                        mask=ok[:, None] & rm[None, :],
+                        other=0.0,
+                    )
                     acr += tl.sum(y.to(tl.float32), 0)
             tl.store(o + v, acc, mask=vm)
             if DRP > 0:

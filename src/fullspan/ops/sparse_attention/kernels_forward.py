@@ -1,8 +1,9 @@
 """Sparse attention forward in plain Triton: any NVIDIA GPU from sm_80 on, and Triton's interpreter.
 
-One program computes one row for one tile of heads: it gathers the row's keys by id, block after block, with an online
-softmax in base 2. Left out: launching and tile sizes (triton_backend.py), the Hopper version (kernels_hopper_forward.py).
-Kernels carry `no_type_check` so that import hooks which wrap annotated functions leave them to Triton.
+One program computes one row for one tile of heads: it gathers the row's keys by id, block after
+block, with an online softmax in base 2. Left out: launching and tile sizes (triton_backend.py), the
+Hopper version (kernels_hopper_forward.py). Kernels carry `no_type_check` so that import hooks which
+wrap annotated functions leave them to Triton.
 """
 
 from typing import no_type_check
@@ -35,7 +36,9 @@ def forward_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Row program_id(0), heads [HB * program_id(1), ...). DVP, DRP: DV, DR padded to a power of two (DRP 0: no rope)."""
+    """Row program_id(0), heads [HB * program_id(1), ...). DVP, DRP: DV, DR padded to a power of two
+    (DRP 0: no rope).
+    """
     LN2: tl.constexpr = 0.6931471805599453
     LOG2E: tl.constexpr = 1.4426950408889634
     D: tl.constexpr = DV + DR
@@ -87,7 +90,11 @@ def forward_kernel(
         m = mn
     ls = tl.where(empty, 1.0, total)
     op = OUT + (i * HEADS + h)[:, None] * DV + v[None, :]
-    tl.store(op, tl.where(empty[:, None], 0.0, acc / ls[:, None]).to(OUT.dtype.element_ty), mask=hm[:, None] & vm[None, :])
+    tl.store(
+        op,
+        tl.where(empty[:, None], 0.0, acc / ls[:, None]).to(OUT.dtype.element_ty),
+        mask=hm[:, None] & vm[None, :],
+    )
     # +inf on a row without keys makes exp(s - lse) vanish in the backward
     lse = tl.where(empty, float("inf"), (m + tl.log2(ls)) * LN2)
     tl.store(LSE + i * HEADS + h, lse, mask=hm)

@@ -1,13 +1,16 @@
-"""Sparse attention backward for Hopper (sm_90a), in Triton's Gluon dialect (Triton 3.6): query gradient, dense partial rows.
+"""Sparse attention backward for Hopper (sm_90a), in Triton's Gluon dialect (Triton 3.6): query
+gradient, dense partial rows.
 
-dquery_kernel, one (row, 64 heads) a program: warpgroup 0 computes S^T = K q^T, P and half of dQ; warpgroup 1 dP^T = V dO^T, dS and
-the other half with the rope columns; four producer warps gather K with cp.async into five column chunks, each refilled as soon as
-its last product is done. P and dS leave as rows of heads, one per (row, slot), by TMA.
-dense_kernel, for groups that share no key: one partial row of dKV per slot; P and dS by TMA, two warpgroups in turn.
-Ids come from kernels_hopper_forward.prepare_kernel, so only selected keys are fetched. Widths: 512 value columns, with or without 64
-rope columns. `t >> 20` is a zero that the compiler does not know: matrix descriptors are then neither hoisted nor spilled.
-Left out: the shared and direct partial rows and their sum (kernels_backward.py serves both backends), launching
-(hopper_backend.py). Kernels carry `no_type_check` so that import hooks which wrap annotated functions leave them to Triton.
+dquery_kernel, one (row, 64 heads) a program: warpgroup 0 computes S^T = K q^T, P and half of dQ;
+warpgroup 1 dP^T = V dO^T, dS and the other half with the rope columns; four producer warps gather K
+with cp.async into five column chunks, each refilled as soon as its last product is done. P and dS
+leave as rows of heads, one per (row, slot), by TMA. dense_kernel, for groups that share no key: one
+partial row of dKV per slot; P and dS by TMA, two warpgroups in turn. Ids come from
+kernels_hopper_forward.prepare_kernel, so only selected keys are fetched. Widths: 512 value columns,
+with or without 64 rope columns. `t >> 20` is a zero that the compiler does not know: matrix
+descriptors are then neither hoisted nor spilled. Left out: the shared and direct partial rows and
+their sum (kernels_backward.py serves both backends), launching (hopper_backend.py). Kernels carry
+`no_type_check` so that import hooks which wrap annotated functions leave them to Triton.
 """
 
 from typing import no_type_check
@@ -23,6 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# Arguments in rows: the formatter would give each of some 30 a line of its own.
+# fmt: off
+
 SWIZZLE_128 = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 SWIZZLE_64 = gl.constexpr(gl.NVMMASharedLayout(64, 16))
 STAGES = gl.constexpr(4)  # tiles of P and dS in flight in dense_kernel
@@ -30,7 +36,8 @@ STAGES = gl.constexpr(4)  # tiles of P and dS in flight in dense_kernel
 
 @gluon.jit
 @no_type_check
-def _dq_scores(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, scale_log2, q, qr, do, k, kr, ps, ds,
+def _dq_scores(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, scale_log2, q, qr,
+               do, k, kr, ps, ds,
                qbar, full, free, pfull, dsfull, KV, K: gl.constexpr, ROPE: gl.constexpr):
     """Warpgroup 0: S^T, P (to shared and global memory), dQ columns 0-255."""
     ML: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -44,12 +51,15 @@ def _dq_scores(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, s
     mbarrier.wait(qbar, 0)
     ph = 0
     for t in range(0, n, 64):
-        z0 = t >> 20                                  # always 0, but unknown to the compiler: matrix descriptors are not hoisted and spilled
+        # always 0, but unknown to the compiler: matrix descriptors are not hoisted and
+        # spilled
+        z0 = t >> 20
         idm = gl.load(idb + t + km)
         mbarrier.wait(full.index(0), ph)
         fence_async_shared()
         z = gl.zeros([64, 64], gl.float32, ML)
-        s = warpgroup_mma(k.index(0 + z0), q.index(0 + z0).permute((1, 0)), z, use_acc=False, is_async=True)
+        s = warpgroup_mma(k.index(0 + z0), q.index(0 + z0).permute((1, 0)), z, use_acc=False,
+                          is_async=True)
         mbarrier.wait(full.index(2), ph)
         fence_async_shared()
         s = warpgroup_mma(k.index(2 + z0), q.index(2 + z0).permute((1, 0)), s, is_async=True)
@@ -93,9 +103,11 @@ def _dq_scores(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, s
 
 @gluon.jit
 @no_type_check
-def _dq_ds(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, scale_log2, q, qr, do, k, kr, ps, ds,
+def _dq_ds(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, scale_log2, q, qr, do,
+           k, kr, ps, ds,
                qbar, full, free, pfull, dsfull, KV, K: gl.constexpr, ROPE: gl.constexpr):
-    """Warpgroup 1: dP^T, dS (to shared and global memory), dQ columns 256-511 and the rope columns."""
+    """Warpgroup 1: dP^T, dS (to shared and global memory), dQ columns 256-511 and the rope columns.
+    """
     ML: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     MW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     hs = gl.arange(0, 64, gl.SliceLayout(0, ML))
@@ -109,10 +121,13 @@ def _dq_ds(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, scale
     ph = 0
     for t in range(0, n, 64):
         z0 = t >> 20
-        mbarrier.wait(full.index(3), ph)              # all value chunks are there; starting behind the scores hides P under the dP products
+        # all value chunks are there; starting behind the scores hides P under the dP
+        # products
+        mbarrier.wait(full.index(3), ph)
         fence_async_shared()
         z = gl.zeros([64, 64], gl.float32, ML)
-        dp = warpgroup_mma(k.index(0 + z0), do.index(0 + z0).permute((1, 0)), z, use_acc=False, is_async=True)
+        dp = warpgroup_mma(k.index(0 + z0), do.index(0 + z0).permute((1, 0)), z, use_acc=False,
+                           is_async=True)
         dp = warpgroup_mma(k.index(2 + z0), do.index(2 + z0).permute((1, 0)), dp, is_async=True)
         dp = warpgroup_mma(k.index(1 + z0), do.index(1 + z0).permute((1, 0)), dp, is_async=True)
         dp = warpgroup_mma(k.index(3 + z0), do.index(3 + z0).permute((1, 0)), dp, is_async=True)
@@ -161,9 +176,12 @@ def _dq_ds(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, scale
 
 @gluon.jit
 @no_type_check
-def _dq_gather(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, scale_log2, q, qr, do, k, kr, ps, ds,
+def _dq_gather(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, scale_log2, q, qr,
+               do, k, kr, ps, ds,
                qbar, full, free, pfull, dsfull, KV, K: gl.constexpr, ROPE: gl.constexpr):
-    """Producer warps: rows of K in five column chunks; `full` counts the 128 threads whose copies have landed, `free` the last product."""
+    """Producer warps: rows of K in five column chunks; `full` counts the 128 threads whose copies
+    have landed, `free` the last product.
+    """
     CP: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     kc = gl.arange(0, 64, gl.SliceLayout(1, CP))
     ca = gl.arange(0, 128, gl.SliceLayout(0, CP))
@@ -196,9 +214,12 @@ def _dq_gather(DQD, DQRD, PD, SD, idb, n, LSEp, DLp, row0, prow0, pcol, scale, s
 
 @gluon.jit
 @no_type_check
-def dquery_kernel(QD, QRD, DOD, DQD, DQRD, PD, SD, KV, IDS, LIMIT, LSE, DELTA, q0, scale, scale_log2, K: gl.constexpr,
+def dquery_kernel(QD, QRD, DOD, DQD, DQRD, PD, SD, KV, IDS, LIMIT, LSE, DELTA, q0, scale,
+                  scale_log2, K: gl.constexpr,
                   HT: gl.constexpr, ROPE: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr):
-    """dQ of row q0 + c and 64 of its heads, HT tiles of heads a row; P and dS as [slot of the chunk, head] rows."""
+    """dQ of row q0 + c and 64 of its heads, HT tiles of heads a row; P and dS as [slot of the
+    chunk, head] rows.
+    """
     c = gl.program_id(0) // HT
     tile = gl.program_id(0) % HT
     row0 = ((q0 + c) * HT + tile) * 64
@@ -233,18 +254,22 @@ def dquery_kernel(QD, QRD, DOD, DQD, DQRD, PD, SD, KV, IDS, LIMIT, LSE, DELTA, q
     lsep = LSE + row0.to(gl.int64)
     dlp = DELTA + row0.to(gl.int64)
     gl.warp_specialize([
-        (_dq_scores, (DQD, DQRD, PD, SD, idb, n, lsep, dlp, row0, c * K, tile * 64, scale, scale_log2, q, qr, do, k, kr, ps, ds,
+        (_dq_scores, (DQD, DQRD, PD, SD, idb, n, lsep, dlp, row0, c * K, tile * 64, scale,
+         scale_log2, q, qr, do, k, kr, ps, ds,
                       qbar, full, free, pfull, dsfull, KV, K, ROPE)),
-        (_dq_ds, (DQD, DQRD, PD, SD, idb, n, lsep, dlp, row0, c * K, tile * 64, scale, scale_log2, q, qr, do, k, kr, ps, ds,
+        (_dq_ds, (DQD, DQRD, PD, SD, idb, n, lsep, dlp, row0, c * K, tile * 64, scale, scale_log2,
+         q, qr, do, k, kr, ps, ds,
                   qbar, full, free, pfull, dsfull, KV, K, ROPE)),
-        (_dq_gather, (DQD, DQRD, PD, SD, idb, n, lsep, dlp, row0, c * K, tile * 64, scale, scale_log2, q, qr, do, k, kr, ps, ds,
+        (_dq_gather, (DQD, DQRD, PD, SD, idb, n, lsep, dlp, row0, c * K, tile * 64, scale,
+         scale_log2, q, qr, do, k, kr, ps, ds,
                       qbar, full, free, pfull, dsfull, KV, K, ROPE)),
     ], [4, 4], [R1, R2])
 
 
 @gluon.jit
 @no_type_check
-def _dense_math(OD, ORD, n, row0, half, q, qr, do, pp, ss, o, orr, qbar, full, free, WG: gl.constexpr, ROPE: gl.constexpr):
+def _dense_math(OD, ORD, n, row0, half, q, qr, do, pp, ss, o, orr, qbar, full, free,
+                WG: gl.constexpr, ROPE: gl.constexpr):
     """Warpgroup WG takes every second block of 64 slots."""
     MW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     MR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
@@ -293,9 +318,12 @@ def _dense_load(PD, SD, n, row0, pp, ss, full, free):
 
 @gluon.jit
 @no_type_check
-def dense_kernel(QD, QRD, DOD, PD, SD, OD, ORD, LIMIT, MODE, q0, K: gl.constexpr, ROPE: gl.constexpr, GROUP: gl.constexpr,
+def dense_kernel(QD, QRD, DOD, PD, SD, OD, ORD, LIMIT, MODE, q0, K: gl.constexpr,
+                 ROPE: gl.constexpr, GROUP: gl.constexpr,
                  R1: gl.constexpr, R2: gl.constexpr):
-    """One partial row per slot of a row whose group shares nothing, 64 heads. Program: (row of the chunk, column half)."""
+    """One partial row per slot of a row whose group shares nothing, 64 heads. Program: (row of the
+    chunk, column half).
+    """
     c = gl.program_id(0) // 2
     half = gl.program_id(0) % 2
     q = gl.allocate_shared_memory(gl.bfloat16, [64, 256], SWIZZLE_128)
@@ -324,7 +352,9 @@ def dense_kernel(QD, QRD, DOD, PD, SD, OD, ORD, LIMIT, MODE, q0, K: gl.constexpr
             tma.async_copy_global_to_shared(QRD, [i, 512 + half * 32], qbar, qr)
     # the tuples are written out: a tuple bound to a name loses its compile-time values
     gl.warp_specialize([
-        (_dense_math, (OD, ORD, n, c * K, half, q, qr, do, pp, ss, o, orr, qbar, full, free, gl.constexpr(0), ROPE)),
-        (_dense_math, (OD, ORD, n, c * K, half, q, qr, do, pp, ss, o, orr, qbar, full, free, gl.constexpr(1), ROPE)),
+        (_dense_math, (OD, ORD, n, c * K, half, q, qr, do, pp, ss, o, orr, qbar, full, free,
+         gl.constexpr(0), ROPE)),
+        (_dense_math, (OD, ORD, n, c * K, half, q, qr, do, pp, ss, o, orr, qbar, full, free,
+         gl.constexpr(1), ROPE)),
         (_dense_load, (PD, SD, n, c * K, pp, ss, full, free)),
     ], [4, 1], [R1, R2])

@@ -1,20 +1,24 @@
 """Sparse attention forward for Hopper (sm_90a), in Triton's Gluon dialect (Triton 3.6).
 
-One persistent program a multiprocessor, four warpgroups, each program walking (row, 64 heads) with a stride:
+One persistent program a multiprocessor, four warpgroups, each program walking (row, 64 heads) with
+a stride:
 
-* two scorers, for even and odd blocks of 64 keys: fetch their own block's rows with cp.async into their own shared buffer as
-  its parts are freed, S = Q K^T, online softmax in base 2, P to shared memory;
-* two valuers, each owning half of the value columns: O += P V, and free the block's buffer half by half.
+* two scorers, for even and odd blocks of 64 keys: fetch their own block's rows with cp.async into
+  their own shared buffer as its parts are freed, S = Q K^T, online softmax in base 2, P to shared
+  memory;
+* two valuers, each owning half of the value columns: O += P V, and free the block's buffer half by
+  half.
 
-Signals are mbarriers; the running maximum travels from scorer to scorer through shared memory. Shared memory: Q 72 KiB, two
-key blocks 144 KiB. The maximum is only raised when a row exceeds it by 2^8, so O is almost never rescaled (exact: P, the
-sum and lse use the same reference). prepare_kernel first replaces empty slots by the complement of an id that the row did
-select, so that nothing but selected keys is ever fetched, and writes which blocks hold an empty slot, so that full blocks
-mask nothing. Widths: 512 value columns, with or without 64 rope columns; heads in tiles of 64.
-No fence.proxy.async separates the cp.async writes of a block from the wgmma reads of it: the mbarrier orders them, as in
-Triton's own pipelines; five fences a block cost 2-3 %.
-Left out: launching (hopper_backend.py). Kernels carry `no_type_check` so that import hooks which wrap annotated functions leave
-them to Triton.
+Signals are mbarriers; the running maximum travels from scorer to scorer through shared memory.
+Shared memory: Q 72 KiB, two key blocks 144 KiB. The maximum is only raised when a row exceeds it by
+2^8, so O is almost never rescaled (exact: P, the sum and lse use the same reference).
+prepare_kernel first replaces empty slots by the complement of an id that the row did select, so
+that nothing but selected keys is ever fetched, and writes which blocks hold an empty slot, so that
+full blocks mask nothing. Widths: 512 value columns, with or without 64 rope columns; heads in tiles
+of 64. No fence.proxy.async separates the cp.async writes of a block from the wgmma reads of it: the
+mbarrier orders them, as in Triton's own pipelines; five fences a block cost 2-3 %. Left out:
+launching (hopper_backend.py). Kernels carry `no_type_check` so that import hooks which wrap
+annotated functions leave them to Triton.
 """
 
 from typing import no_type_check
@@ -31,16 +35,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# Arguments in rows: the formatter would give each of some 30 a line of its own.
+# fmt: off
 
 @triton.jit
 @no_type_check
 def prepare_kernel(
-    IDS, COUNTS, CLEAN, LIMIT, FLAGS, row0, pack, TOPK: tl.constexpr, KP: tl.constexpr, KC: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
-    """One row: CLEAN [KC ids], an id or the complement of one of the row's ids where a slot is empty (any order is kept).
+    IDS, COUNTS, CLEAN, LIMIT, FLAGS, row0, pack, TOPK: tl.constexpr, KP: tl.constexpr,
+    KC: tl.constexpr, WORDS: tl.constexpr
+):
+    """One row: CLEAN [KC ids], an id or the complement of one of the row's ids where a slot is
+    empty (any order is kept).
 
-    LIMIT: the row's count, 0 where it has no id. FLAGS: bit t of WORDS words is set where block t of 64 slots holds an empty one.
-    KP: power of two from KC on.
+    LIMIT: the row's count, 0 where it has no id. FLAGS: bit t of WORDS words is set where block t
+    of 64 slots holds an empty one. KP: power of two from KC on.
     """
     c = tl.program_id(0)
     i = (row0 + c).to(tl.int64)
@@ -49,7 +57,8 @@ def prepare_kernel(
     ids = tl.load(IDS + i * TOPK + j, mask=j < n, other=-1)
     ok = (ids >= 0) & (ids < pack)
     some = tl.max(tl.where(ok, ids, -1))
-    tl.store(CLEAN + c.to(tl.int64) * KC + j, tl.where(ok, ids, -1 - tl.maximum(some, 0)), mask=j < KC)
+    tl.store(CLEAN + c.to(tl.int64) * KC + j, tl.where(ok, ids, -1 - tl.maximum(some, 0)),
+             mask=j < KC)
     tl.store(LIMIT + c, tl.where(some < 0, 0, n))
     bad = tl.max(tl.reshape(tl.where(ok, 0, 1), (KP // 64, 64)), 1)
     t = tl.arange(0, KP // 64)
@@ -60,20 +69,25 @@ def prepare_kernel(
 @gluon.jit
 @no_type_check
 def opaque_zero(x):
-    # a zero that the compiler cannot hoist: without it some 140 loop-invariant wgmma descriptors and addresses are kept, and spilled
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    # a zero that the compiler cannot hoist: without it some 140 loop-invariant wgmma
+    # descriptors and addresses are kept, and spilled
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False,
+                                     pack=1)
 
 
 @gluon.jit
 @no_type_check
-def scorer(FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raised, lx, linv, full, empty, pfull, mfull, qfull,
-           qempty, lxfull, lxempty, lfull, lempty, S, scale_log2, U: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
+def scorer(FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raised, lx, linv, full,
+           empty, pfull, mfull, qfull,
+           qempty, lxfull, lxempty, lfull, lempty, S, scale_log2, U: gl.constexpr, K: gl.constexpr,
+           BK: gl.constexpr,
            HT: gl.constexpr, ROPE: gl.constexpr, WORDS: gl.constexpr, HAS_SINK: gl.constexpr):
     """Key blocks of parity U: fetches them, scores them, hands P over."""
     D: gl.constexpr = 576 if ROPE else 512
     LN2: gl.constexpr = 0.6931471805599453
     LOG2E: gl.constexpr = 1.4426950408889634
-    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16])
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+        instr_shape=[16, BK, 16])
     RL: gl.constexpr = gl.SliceLayout(1, SL)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     h = gl.arange(0, 64, layout=RL)
@@ -86,7 +100,8 @@ def scorer(FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raise
     k = 0                                     # queries before this one
     i0 = gl.program_id(0)
     n = gl.load(COUNT + i0 // HT)
-    g = gl.load(IDS + (i0 // HT).to(gl.int64) * K + gl.minimum(U, K // BK - 1) * BK + rows)   # ids of the next block to fetch
+    # ids of the next block to fetch
+    g = gl.load(IDS + (i0 // HT).to(gl.int64) * K + gl.minimum(U, K // BK - 1) * BK + rows)
     for i in range(i0, S, step):
         nb = (n + BK - 1) // BK
         flags = gl.load(FLAGS + i // HT * WORDS)
@@ -98,26 +113,30 @@ def scorer(FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raise
         for x in gl.static_range(2):
             for c in gl.static_range(4):
                 async_copy.async_copy_global_to_shared(
-                    qn[c].index(0).slice(U * 32, 32, dim=0).slice(x * 64, 64, dim=1), qp + (c * 128 + x * 64))
+                    qn[c].index(0).slice(U * 32, 32, dim=0).slice(x * 64, 64, dim=1),
+                        qp + (c * 128 + x * 64))
         if ROPE:
             async_copy.async_copy_global_to_shared(qr.slice(U * 32, 32, dim=0), qp + 512)
         async_copy.mbarrier_arrive(qfull, increment_count=False)
         mbarrier.wait(qfull, k & 1)
         if ROPE:
-            rq = qr.load(gl.DotOperandLayout(0, SL, 2))            # the rope part of Q stays in registers
+            # the rope part of Q stays in registers
+            rq = qr.load(gl.DotOperandLayout(0, SL, 2))
         m = gl.full([64], -1e30, gl.float32, layout=RL)
         a = gl.full([64], 0.0, gl.float32, layout=RL)
-        l = gl.full([64], 0.0, gl.float32, layout=RL)
+        total = gl.full([64], 0.0, gl.float32, layout=RL)
         for t in range((b0 ^ U) & 1, nb, 2):
             ph = ((b0 + t) >> 1) & 1
             z = opaque_zero(t)
             u = z + U
             p = KV + (g ^ (g >> 31)).to(gl.int64)[:, None] * D + cols[None, :]
-            for j in gl.static_range(2):      # columns 0-255, then 256-575: the order in which the valuers free them
+            # columns 0-255, then 256-575: the order in which the valuers free them
+            for j in gl.static_range(2):
                 mbarrier.wait(empty[j].index(u), ph ^ 1)
                 for x in gl.static_range(2):
                     for c in gl.static_range(2 * j, 2 * j + 2):
-                        async_copy.async_copy_global_to_shared(kn[c].index(u).slice(x * 64, 64, dim=1),
+                        async_copy.async_copy_global_to_shared(kn[c].index(u).slice(x * 64, 64,
+                            dim=1),
                                                                p + (c * 128 + x * 64))
                     if ROPE and j + x == 2:
                         async_copy.async_copy_global_to_shared(kr.index(u), p + 512)
@@ -129,7 +148,8 @@ def scorer(FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raise
                     mbarrier.wait(full[2 * j + x].index(u), ph)
                     for c in gl.static_range(2 * j, 2 * j + 2):
                         acc = warpgroup_mma(qn[c].index(z).slice(x * 64, 64, dim=1),
-                                            kn[c].index(u).slice(x * 64, 64, dim=1).permute((1, 0)), acc,
+                                            kn[c].index(u).slice(x * 64, 64, dim=1).permute((1,
+                                            0)), acc,
                                             use_acc=(c + x > 0), is_async=True)
             if ROPE:
                 acc = warpgroup_mma(rq, kr.index(u).permute((1, 0)), acc, is_async=True)
@@ -150,24 +170,27 @@ def scorer(FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raise
             mx[U].store(mn)
             alpha.index(U).store(a)
             mbarrier.arrive(mfull.index(U), count=1)
-            raised.index(U).store(gl.max(gl.reshape(up.to(gl.int32), [4, 16]), 1))    # one flag a warp
+            # one flag a warp
+            raised.index(U).store(gl.max(gl.reshape(up.to(gl.int32), [4, 16]), 1))
             p = gl.exp2(s * scale_log2 - mn[:, None])
             kr.index(u).store(p.to(gl.bfloat16))
             fence_async_shared()
             mbarrier.arrive(pfull.index(U), count=1)
-            l = l * gl.exp2(m - mn) + gl.sum(p, 1)
+            total = total * gl.exp2(m - mn) + gl.sum(p, 1)
             m = mn
         mbarrier.arrive(qempty, count=1)
         b0 += nb
         n = nnext
-        g = gl.load(IDS + (inext // HT).to(gl.int64) * K + gl.minimum((b0 ^ U) & 1, K // BK - 1) * BK + rows)
-        if ((b0 - 1) & 1) != U:               # the scorer without the last block hands its sum to the other
+        g = gl.load(IDS + (inext // HT).to(gl.int64) * K + gl.minimum((b0 ^ U) & 1,
+                    K // BK - 1) * BK + rows)
+        # the scorer without the last block hands its sum to the other
+        if ((b0 - 1) & 1) != U:
             mbarrier.wait(lxempty, (k & 1) ^ 1)
-            lx.store(l)
+            lx.store(total)
             mbarrier.arrive(lxfull, count=1)
         else:
             mbarrier.wait(lxfull, k & 1)
-            lt = l + lx.load(RL) * a
+            lt = total + lx.load(RL) * a
             mbarrier.arrive(lxempty, count=1)
             none = lt == 0.0
             if HAS_SINK:
@@ -182,15 +205,18 @@ def scorer(FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raise
             mbarrier.wait(lempty, (k & 1) ^ 1)
             linv.store(gl.where(none, 0.0, a / ls))
             mbarrier.arrive(lfull, count=1)
-            gl.store(LSE + i.to(gl.int64) * 64 + h, gl.where(none, float("inf"), (mm + gl.log2(ls)) * LN2))
+            gl.store(LSE + i.to(gl.int64) * 64 + h, gl.where(none, float("inf"),
+                     (mm + gl.log2(ls)) * LN2))
         k += 1
 
 
 @gluon.jit
 @no_type_check
-def valuer(COUNT, O, kn, kr, alpha, raised, linv, empty, pfull, lfull, lempty, S, W: gl.constexpr, BK: gl.constexpr, HT: gl.constexpr):
+def valuer(COUNT, OUT, kn, kr, alpha, raised, linv, empty, pfull, lfull, lempty, S, W: gl.constexpr,
+           BK: gl.constexpr, HT: gl.constexpr):
     """Value columns 128 W + (0..127) and 256 + 128 W + (0..127) of every key block."""
-    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+        instr_shape=[16, 128, 16])
     FL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     h = gl.arange(0, 64, layout=gl.SliceLayout(1, OL))
     dv = gl.arange(0, 128, layout=gl.SliceLayout(0, OL))
@@ -218,7 +244,7 @@ def valuer(COUNT, O, kn, kr, alpha, raised, linv, empty, pfull, lfull, lempty, S
         mbarrier.wait(lfull, k & 1)
         r = linv.load(gl.SliceLayout(1, OL))
         mbarrier.arrive(lempty, count=1)
-        op = O + i.to(gl.int64) * (64 * 512) + h[:, None] * 512 + dv[None, :] + W * 128
+        op = OUT + i.to(gl.int64) * (64 * 512) + h[:, None] * 512 + dv[None, :] + W * 128
         gl.store(op, (acc0 * r[:, None]).to(gl.bfloat16))
         gl.store(op + 256, (acc1 * r[:, None]).to(gl.bfloat16))
         k += 1
@@ -235,19 +261,25 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def forward_kernel(FLAGS, Q, KV, IDS, COUNT, SINK, O, LSE, scale_log2, S, K: gl.constexpr, BK: gl.constexpr, HT: gl.constexpr,
+def forward_kernel(FLAGS, Q, KV, IDS, COUNT, SINK, OUT, LSE, scale_log2, S, K: gl.constexpr,
+                   BK: gl.constexpr, HT: gl.constexpr,
                    ROPE: gl.constexpr, WORDS: gl.constexpr, HAS_SINK: gl.constexpr):
     """S (row, 64 heads) pairs, HT of them a row, K slots a row as prepare_kernel leaves them."""
     T: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BF: gl.constexpr = gl.bfloat16
     FP: gl.constexpr = gl.float32
-    # separate allocations a column chunk: the compiler puts a warpgroup barrier between accesses to one allocation
-    qn = (gl.allocate_shared_memory(BF, [1, 64, 128], T), gl.allocate_shared_memory(BF, [1, 64, 128], T),
-          gl.allocate_shared_memory(BF, [1, 64, 128], T), gl.allocate_shared_memory(BF, [1, 64, 128], T))
+    # separate allocations a column chunk: the compiler puts a warpgroup barrier between
+    # accesses to one allocation
+    qn = (gl.allocate_shared_memory(BF, [1, 64, 128], T), gl.allocate_shared_memory(BF, [1, 64,
+          128], T),
+          gl.allocate_shared_memory(BF, [1, 64, 128], T), gl.allocate_shared_memory(BF, [1, 64,
+              128], T))
     qr = gl.allocate_shared_memory(BF, [64, 64], T)
-    kn = (gl.allocate_shared_memory(BF, [2, BK, 128], T), gl.allocate_shared_memory(BF, [2, BK, 128], T),
-          gl.allocate_shared_memory(BF, [2, BK, 128], T), gl.allocate_shared_memory(BF, [2, BK, 128], T))
+    kn = (gl.allocate_shared_memory(BF, [2, BK, 128], T), gl.allocate_shared_memory(BF, [2, BK,
+          128], T),
+          gl.allocate_shared_memory(BF, [2, BK, 128], T), gl.allocate_shared_memory(BF, [2, BK,
+              128], T))
     kr = gl.allocate_shared_memory(BF, [2, BK, 64], T)                 # rope columns, then P
     alpha = gl.allocate_shared_memory(FP, [2, 64], V)
     mx = (gl.allocate_shared_memory(FP, [64], V), gl.allocate_shared_memory(FP, [64], V))
@@ -266,12 +298,16 @@ def forward_kernel(FLAGS, Q, KV, IDS, COUNT, SINK, O, LSE, scale_log2, S, K: gl.
     lempty = barriers(1, 2).index(0)
     fence_async_shared()
     gl.warp_specialize([
-        (valuer, (COUNT, O, kn, kr, alpha, raised, linv, empty, pfull, lfull, lempty, S, 0, BK, HT)),
-        (valuer, (COUNT, O, kn, kr, alpha, raised, linv, empty, pfull, lfull, lempty, S, 1, BK, HT)),
-        (scorer, (FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raised, lx, linv, full, empty, pfull, mfull,
-                  qfull, qempty, lxfull, lxempty, lfull, lempty, S, scale_log2, 0, K, BK, HT, ROPE, WORDS, HAS_SINK)),
-        (scorer, (FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raised, lx, linv, full, empty, pfull, mfull,
-                  qfull, qempty, lxfull, lxempty, lfull, lempty, S, scale_log2, 1, K, BK, HT, ROPE, WORDS, HAS_SINK)),
+        (valuer, (COUNT, OUT, kn, kr, alpha, raised, linv, empty, pfull, lfull, lempty, S, 0, BK,
+        HT)),
+        (valuer, (COUNT, OUT, kn, kr, alpha, raised, linv, empty, pfull, lfull, lempty, S, 1, BK,
+        HT)),
+        (scorer, (FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raised, lx, linv,
+         full, empty, pfull, mfull,
+                  qfull, qempty, lxfull, lxempty, lfull, lempty, S, scale_log2, 0, K, BK, HT, ROPE,
+                  WORDS, HAS_SINK)),
+        (scorer, (FLAGS, Q, KV, IDS, COUNT, SINK, LSE, qn, qr, kn, kr, alpha, mx, raised, lx, linv,
+         full, empty, pfull, mfull,
+                  qfull, qempty, lxfull, lxempty, lfull, lempty, S, scale_log2, 1, K, BK, HT, ROPE,
+                  WORDS, HAS_SINK)),
     ], [4, 4, 4], [160, 96, 96])
-
-

@@ -1,22 +1,25 @@
-"""The plan of the backward: from the ids alone, which partial rows of dKV exist and in which order each
-key adds its own.
+"""The plan of the backward: from the ids alone, which partial rows of dKV exist and in which order
+each key adds its own.
 
-Rows go in chunks, and a chunk in groups of GROUP neighbours. A key that at least half of a group's rows
-chose is *shared*: its gradient is summed over the group in registers and becomes one partial row. Any
-other (row, key) pair is *direct*: one partial row of its own. A partial row lies where the chunk's slot
-(row * TOPK + slot) says; a shared key takes the slot of the first row that chose it. Four kernels, no
-sort of the pairs, and no atomic but a bitwise OR, so every run gives the same bits:
+Rows go in chunks, and a chunk in groups of GROUP neighbours. A key that at least half of a group's
+rows chose is *shared*: its gradient is summed over the group in registers and becomes one partial
+row. Any other (row, key) pair is *direct*: one partial row of its own. A partial row lies where the
+chunk's slot (row * TOPK + slot) says; a shared key takes the slot of the first row that chose it.
+Four kernels, no sort of the pairs, and no atomic but a bitwise OR, so every run gives the same
+bits:
 
 mark      TABLE[group, key] = which rows of the group chose the key (one bit a row)
-share     per group: which keys are shared, ordered by their bits so that blocks of keys skip rows; the
-          key's place replaces its bits in TABLE
-columns   per key and chunk, over the groups: the partial rows before each group's; COUNT[chunk, key]
-place     per (row, slot): a place in the order of its key, the slots of shared blocks, the direct list
+share     per group: which keys are shared, ordered by their bits so that blocks of keys skip rows;
+          the key's place replaces its bits in TABLE
+columns   per key and chunk, over the groups: the partial rows before each group's; COUNT[chunk,
+          key]
+place     per (row, slot): a place in the order of its key, the slots of shared blocks, the direct
+          list
 
-A word of TABLE holds, from bit 0: 16 bits of rows, or the place among the shared keys; bit 16: shared; 15
-bits of partial rows of the same key before the group. Ids of one row must differ. Left out: sizes and
-memory (plan.py). Kernels carry `no_type_check` so that import hooks which wrap annotated functions leave
-them to Triton.
+A word of TABLE holds, from bit 0: 16 bits of rows, or the place among the shared keys; bit 16:
+shared; 15 bits of partial rows of the same key before the group. Ids of one row must differ. Left
+out: sizes and memory (plan.py). Kernels carry `no_type_check` so that import hooks which wrap
+annotated functions leave them to Triton.
 """
 
 from typing import no_type_check
@@ -67,9 +70,12 @@ def mark_kernel(
 
 @triton.jit
 @no_type_check
-def _pairs(IDS, COUNTS, TABLE, g, q0, row0, rows, pack, TOPK: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr,
+def _pairs(IDS, COUNTS, TABLE, g, q0, row0, rows, pack, TOPK: tl.constexpr, KP: tl.constexpr,
+           GROUP: tl.constexpr,
            QB: tl.constexpr):  # fmt: skip
-    """The pairs of QB rows of group g from its row q0 on, flat: row in its group, slot, id, whether it counts, its bits."""
+    """The pairs of QB rows of group g from its row q0 on, flat: row in its group, slot, id, whether
+    it counts, its bits.
+    """
     e = tl.arange(0, QB * KP)
     q = q0 + e // KP
     j = e % KP
@@ -84,20 +90,26 @@ def _pairs(IDS, COUNTS, TABLE, g, q0, row0, rows, pack, TOPK: tl.constexpr, KP: 
 @triton.jit
 @no_type_check
 def share_kernel(
-    IDS, COUNTS, TABLE, MODE, LIST, FIRST, ACTIVE, ACTIVE_COUNT, ACTIVE_BITS, row0, rows, chunk, pack,
-    TOPK: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr, QB: tl.constexpr, SHARE: tl.constexpr,
-    FEW: tl.constexpr, DENSE: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr,
+    IDS, COUNTS, TABLE, MODE, LIST, FIRST, ACTIVE, ACTIVE_COUNT, ACTIVE_BITS, row0, rows, chunk,
+    pack,
+    TOPK: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr, QB: tl.constexpr,
+    SHARE: tl.constexpr,
+    FEW: tl.constexpr, DENSE: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """One program a group. MODE: 0 no shared key, 1 keys of at least SHARE rows, 2 every key.
 
-    FEW: fewer direct pairs than this a row make every key shared. DENSE: a greater share of direct pairs makes every pair direct.
-    WIDTH: keys that half of the rows chose are never more (2 * KP); a group with more than BLOCKS * BM shares nothing. LIST: scratch
-    [3, WIDTH]. FIRST: the partial row of every shared key, in their order. QB rows are looked at together.
+    FEW: fewer direct pairs than this a row make every key shared. DENSE: a greater share of direct
+    pairs makes every pair direct. WIDTH: keys that half of the rows chose are never more (2 * KP);
+    a group with more than BLOCKS * BM shares nothing. LIST: scratch [3, WIDTH]. FIRST: the partial
+    row of every shared key, in their order. QB rows are looked at together.
     """
     g = tl.program_id(0)
     tally = tl.zeros([QB * KP], tl.int32)  # four sums of 8 bits
     for q0 in range(0, GROUP, QB):
-        q, j, ids, ok, bits = _pairs(IDS, COUNTS, TABLE, g, q0, row0, rows, pack, TOPK, KP, GROUP, QB)
+        q, j, ids, ok, bits = _pairs(
+            IDS, COUNTS, TABLE, g, q0, row0, rows, pack, TOPK, KP, GROUP, QB
+        )
         first = (ok & ((bits & ((1 << q) - 1)) == 0)).to(tl.int32)
         many = (_popcount16(bits) >= SHARE).to(tl.int32)
         live = ok.to(tl.int32)
@@ -122,7 +134,9 @@ def share_kernel(
     keys = LIST + g.to(tl.int64) * (3 * WIDTH)
     n = 0
     for q0 in range(0, GROUP, QB):
-        q, j, ids, ok, bits = _pairs(IDS, COUNTS, TABLE, g, q0, row0, rows, pack, TOPK, KP, GROUP, QB)
+        q, j, ids, ok, bits = _pairs(
+            IDS, COUNTS, TABLE, g, q0, row0, rows, pack, TOPK, KP, GROUP, QB
+        )
         take = ok & ((bits & ((1 << q) - 1)) == 0) & (_popcount16(bits) >= least)
         at = n + tl.cumsum(take.to(tl.int32), 0) - 1
         tl.store(keys + at, ids, mask=take)
@@ -130,7 +144,8 @@ def share_kernel(
         tl.store(keys + 2 * WIDTH + at, ((g * GROUP + q) % chunk) * TOPK + j, mask=take)
         n += tl.sum(take.to(tl.int32))
     tl.debug_barrier()
-    # order them by their bits; the index keeps equal ones apart, and 15 bits of it fit below 16 bits of rows
+    # order them by their bits; the index keeps equal ones apart, and 15 bits of it fit below 16
+    # bits of rows
     w = tl.arange(0, WIDTH)
     bits = tl.load(keys + WIDTH + w, mask=w < n, other=0)
     packed = tl.sort(tl.where(w < n, (bits << 15) | w, 0x7FFFFFFF))
@@ -145,7 +160,9 @@ def share_kernel(
     own = tl.arange(0, GROUP)
     has = (((some[:, None] >> own[None, :]) & 1) != 0) & bm[:, None]
     rank = _popcount16(some[:, None] & ((1 << own[None, :]) - 1))
-    tl.store(ACTIVE + b[:, None] * GROUP + rank, tl.broadcast_to(own[None, :], (most, GROUP)), mask=has)
+    tl.store(
+        ACTIVE + b[:, None] * GROUP + rank, tl.broadcast_to(own[None, :], (most, GROUP)), mask=has
+    )
     tl.store(ACTIVE_COUNT + b, _popcount16(some), mask=bm)
     tl.store(ACTIVE_BITS + b, some, mask=bm)
 
@@ -153,7 +170,9 @@ def share_kernel(
 @triton.jit
 @no_type_check
 def columns_kernel(TABLE, COUNT, groups, per_chunk, pack, GB: tl.constexpr, BK: tl.constexpr):
-    """Program: (block of BK keys, chunk of per_chunk groups). Partial rows before each group's, GB groups at a time."""
+    """Program: (block of BK keys, chunk of per_chunk groups). Partial rows before each group's, GB
+    groups at a time.
+    """
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     km = k < pack
     begin = tl.program_id(1) * per_chunk
@@ -174,10 +193,12 @@ def columns_kernel(TABLE, COUNT, groups, per_chunk, pack, GB: tl.constexpr, BK: 
 @triton.jit
 @no_type_check
 def place_kernel(
-    IDS, COUNTS, TABLE, FIRST, ACTIVE_BITS, START, ORDER, SLOTS, DIRECT, DIRECT_COUNT, row0, chunk, pack,
-    TOPK: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr,
+    IDS, COUNTS, TABLE, FIRST, ACTIVE_BITS, START, ORDER, SLOTS, DIRECT, DIRECT_COUNT, row0, chunk,
+    pack,
+    TOPK: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
-    """One program a row c of the plan; its partial rows are those of slots (c % chunk) * TOPK + j."""
+    """One program a row c of the plan, with the partial rows of slots (c % chunk) * TOPK + j."""
     c = tl.program_id(0)
     g = c // GROUP
     q = c % GROUP

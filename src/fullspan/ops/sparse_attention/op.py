@@ -39,10 +39,10 @@ def sparse_attention(
     """softmax(scale * query . kv[ids]) @ kv[ids, :value_dim], and the log of its denominator.
 
     A slot is empty where its id is -1 or where it is not below the row's count, wherever it lies;
-    empty slots are never read. A row names a key at most once. A row without keys gives out 0, lse +inf (so that exp(s - lse)
-    vanishes, sink or not) and no gradient. lse is natural, fp32 or wider, without gradient.
-    Raises BackendError when the named backend cannot run here, ConfigError when
-    options.workspace_bytes is too small for one row.
+    empty slots are never read. A row names a key at most once. A row without keys gives out 0, lse
+    +inf (so that exp(s - lse) vanishes, sink or not) and no gradient. lse is natural, fp32 or
+    wider, without gradient. Raises BackendError when the named backend cannot run here, ConfigError
+    when options.workspace_bytes is too small for one row.
     """
     assert query.dtype == kv.dtype, (query.dtype, kv.dtype)
     assert 0 < value_dim <= kv.shape[1] == query.shape[2], (query.shape, kv.shape, value_dim)

@@ -1,15 +1,20 @@
-"""Host side of the backward's plan (see kernels_plan.py): how many rows go together, buffers, launches.
+"""Host side of the backward's plan (see kernels_plan.py): how many rows go together, buffers,
+launches.
 
-A plan depends on ids and counts alone, so layers that share a selection may share it. Nothing here waits
-for the device: every buffer has the size of its worst case.
+A plan depends on ids and counts alone, so layers that share a selection may share it. Nothing here
+waits for the device: every buffer has the size of its worst case.
 """
+
+# The launch options beside a kernel's own arguments are Triton's: pyright knows only the kernel's.
+# pyright: reportCallIssue=false
 
 import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 
+from fullspan.errors import ConfigError
+from fullspan.ops.sizes import ceil_div, power_of_2
 from fullspan.ops.sparse_attention.kernels_plan import (
     columns_kernel,
     mark_kernel,
@@ -30,9 +35,10 @@ TABLE_SHARE = 8  # the table of a plan takes at most this part of the workspace
 class Plan:
     """The plan of rows [first, first + rows) in chunks of `chunk` rows (a multiple of GROUP).
 
-    order: partial rows, chunk after chunk and key after key; start [chunks * keys + 1]: where each key's
-    begin. slots: the chunk's slot of (active row, shared key) or -1; leader: partial row of each shared key; active, active_count: rows of a block.
-    direct, direct_count: slots of each row that are direct. mode: 0 where a group shares nothing.
+    order: partial rows, chunk after chunk and key after key; start [chunks * keys + 1]: where each
+    key's begin. slots: the chunk's slot of (active row, shared key) or -1; leader: partial row of
+    each shared key; active, active_count: rows of a block. direct, direct_count: slots of each row
+    that are direct. mode: 0 where a group shares nothing.
     """
 
     first: int
@@ -85,7 +91,9 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What decides the memory of a backward. heads: padded. units: multiprocessors; tiles: programs a row."""
+    """What decides the memory of a backward. heads: padded. units: multiprocessors; tiles: programs
+    a row.
+    """
 
     topk: int
     pack: int
@@ -98,7 +106,7 @@ class Sizes:
     @property
     def width(self) -> int:
         """Shared keys that a group can have: each has GROUP / 2 of its GROUP * topk pairs."""
-        return max(2 * triton.next_power_of_2(self.topk), BLOCK)
+        return max(2 * power_of_2(self.topk), BLOCK)
 
     @property
     def row_bytes(self) -> int:
@@ -113,10 +121,10 @@ class Sizes:
 
 @functools.lru_cache(maxsize=64)
 def choose_rows(sizes: Sizes, rows: int, workspace: int) -> tuple[int, int]:
-    """Rows of a plan and of a chunk that fit `workspace` bytes; at least GROUP, whatever it holds.
+    """Rows of a plan and of a chunk that fit `workspace` bytes. ConfigError: not even GROUP fit.
 
-    A chunk costs its rounds over the multiprocessors and about one more, so the last rounds of chunks
-    should be full.
+    A chunk costs its rounds over the multiprocessors and about one more, so the last rounds of
+    chunks should be full.
     """
     table = 4 * sizes.pack // GROUP  # bytes of a row of a plan
     whole = -(-rows // GROUP) * GROUP
@@ -135,13 +143,19 @@ def choose_rows(sizes: Sizes, rows: int, workspace: int) -> tuple[int, int]:
         rounds = -(-chunk * sizes.tiles // sizes.units)
         return -(-span // chunk) * (rounds + 1), -chunk
 
-    chunk = min(range(GROUP, max(fit, GROUP) + 1, GROUP), key=cost)
+    if fit < GROUP:
+        least = GROUP * (table + sizes.plan_row_bytes + sizes.row_bytes) + 8 * sizes.pack
+        raise ConfigError(
+            f"ops.workspace_bytes is {workspace}; the backward of sparse attention needs at least "
+            f"{least} ({GROUP} rows, {sizes.topk} of {sizes.pack} keys, {sizes.heads} heads)"
+        )
+    chunk = min(range(GROUP, fit + 1, GROUP), key=cost)
     return (span if span == whole else span // chunk * chunk), chunk
 
 
 def _most_blocks(width: int) -> int:
-    """Blocks of shared keys that a group may have. With more than 3 / 4 of the possible keys each is shared by so few rows that
-    little is won, and every block costs a program, used or not.
+    """Blocks of shared keys that a group may have. With more than 3 / 4 of the possible keys each
+    is shared by so few rows that little is won, and every block costs a program, used or not.
     """
     return max(1, width * 3 // (4 * BLOCK))
 
@@ -159,7 +173,7 @@ def build_plan(
     """Plan of rows [first, first + rows) over `pack` keys. share False: every pair direct."""
     assert chunk % GROUP == 0, chunk
     topk, groups, chunks = ids.shape[1], -(-rows // GROUP), -(-rows // chunk)
-    width = max(2 * triton.next_power_of_2(topk), BLOCK)
+    width = max(2 * power_of_2(topk), BLOCK)
     blocks = _most_blocks(width)
 
     def new(*shape: int) -> torch.Tensor:
@@ -167,30 +181,38 @@ def build_plan(
 
     table = new(groups, pack).zero_()
     mode, scratch, leader = new(groups), new(groups, 3, width), new(groups, blocks * BLOCK)
-    active, active_count, bits = new(groups, blocks, GROUP), new(groups, blocks), new(groups, blocks)
+    active, active_count, bits = (
+        new(groups, blocks, GROUP),
+        new(groups, blocks),
+        new(groups, blocks),
+    )
     direct, direct_count = new(rows, topk), new(rows)
     slots = new(groups, blocks, GROUP, BLOCK).fill_(-1)
-    kp = triton.next_power_of_2(topk)
+    kp = power_of_2(topk)
     shape = {"TOPK": topk, "KP": kp, "GROUP": GROUP}
     mark_kernel[(rows,)](ids, counts, table, first, pack, **shape, num_warps=4)
     share_kernel[(groups,)](
-        ids, counts, table, mode, scratch, leader, active, active_count, bits, first, rows, chunk, pack, **shape,
-        QB=max(1, min(2, 4096 // kp)), SHARE=GROUP // 2 if share else GROUP + 1, FEW=FEW_DIRECT, DENSE=DENSE,
+        ids, counts, table, mode, scratch, leader, active, active_count, bits, first, rows, chunk,
+        pack, **shape,
+        QB=max(1, min(2, 4096 // kp)), SHARE=GROUP // 2 if share else GROUP + 1, FEW=FEW_DIRECT,
+        DENSE=DENSE,
         WIDTH=width, BLOCKS=blocks, BM=BLOCK, num_warps=8,
     )  # fmt: skip
     count, start = new(chunks * pack), new(chunks * pack + 1)
-    columns_kernel[(triton.cdiv(pack, 128), chunks)](
+    columns_kernel[(ceil_div(pack, 128), chunks)](
         table, count, groups, chunk // GROUP, pack, GB=16, BK=128, num_warps=4
     )
     start[:1].zero_()
     torch.cumsum(count, 0, dtype=torch.int32, out=start[1:])
     order = new(rows * topk)
     place_kernel[(rows,)](
-        ids, counts, table, leader, bits, start, order, slots, direct, direct_count, first, chunk, pack,
+        ids, counts, table, leader, bits, start, order, slots, direct, direct_count, first, chunk,
+        pack,
         **shape, BLOCKS=blocks, BM=BLOCK, num_warps=8,
     )  # fmt: skip
     return Plan(
         first=first, rows=rows, chunk=chunk, order=order, start=start, slots=slots,
-        leader=leader, active=active, active_count=active_count, direct=direct, direct_count=direct_count,
+        leader=leader, active=active, active_count=active_count, direct=direct,
+        direct_count=direct_count,
         mode=mode,
     )  # fmt: skip

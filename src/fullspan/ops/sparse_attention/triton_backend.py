@@ -1,8 +1,12 @@
 """Backend `triton` of sparse attention: tile sizes and launches of the plain Triton kernels.
 
-Runs on any NVIDIA GPU from sm_80 on, and on a CPU inside Triton's interpreter (tests). lse is in natural logarithm, +inf
-where a row has no key. Ids of one row must differ (a top-k's do). Deterministic. Left out: autograd and checks (op.py).
+Runs on any NVIDIA GPU from sm_80 on, and on a CPU inside Triton's interpreter (tests). lse is in
+natural logarithm, +inf where a row has no key. Ids of one row must differ (a top-k's do).
+Deterministic. Left out: autograd and checks (op.py).
 """
+
+# The launch options beside a kernel's own arguments are Triton's: pyright knows only the kernel's.
+# pyright: reportCallIssue=false
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -10,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
+from fullspan.ops.sizes import ceil_div, power_of_2
 from fullspan.ops.sparse_attention.kernels_backward import (
     delta_kernel,
     direct_kernel,
@@ -36,7 +40,9 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Sizes of one device class: heads and keys of a tile, column tile of a partial row, stages and warps of each kernel."""
+    """Sizes of one device class: heads and keys of a tile, column tile of a partial row, stages and
+    warps of each kernel.
+    """
 
     heads: int
     keys: int
@@ -46,7 +52,8 @@ class Tiles:
     partial: tuple[int, int]
 
 
-# by shared memory a block can have: 227 KiB (sm_90, sm_100), 163 KiB (sm_80), 99 KiB (sm_86, sm_89, sm_120)
+# by shared memory a block can have: 227 KiB (sm_90, sm_100), 163 KiB (sm_80), 99 KiB (sm_86, sm_89,
+# sm_120)
 LARGE = Tiles(heads=64, keys=64, columns=256, forward=(2, 8), dquery=(1, 8), partial=(3, 8))
 MIDDLE = Tiles(heads=32, keys=32, columns=128, forward=(2, 8), dquery=(1, 8), partial=(2, 8))
 SMALL = Tiles(heads=16, keys=32, columns=128, forward=(1, 4), dquery=(1, 4), partial=(2, 4))
@@ -66,22 +73,27 @@ class Shape:
 
     @property
     def head_tile(self) -> int:
-        return min(self.tiles.heads, max(16, triton.next_power_of_2(self.heads)))
+        return min(self.tiles.heads, max(16, power_of_2(self.heads)))
 
     @property
     def padded_heads(self) -> int:
-        return triton.cdiv(self.heads, self.head_tile) * self.head_tile
+        return ceil_div(self.heads, self.head_tile) * self.head_tile
 
     @property
     def value_padded(self) -> int:
-        return max(16, triton.next_power_of_2(self.value))
+        return max(16, power_of_2(self.value))
 
     @property
     def rope_padded(self) -> int:
-        return max(16, triton.next_power_of_2(self.rope)) if self.rope else 0
+        return max(16, power_of_2(self.rope)) if self.rope else 0
 
     def widths(self) -> dict[str, int]:
-        return {"DV": self.value, "DR": self.rope, "DVP": self.value_padded, "DRP": self.rope_padded}
+        return {
+            "DV": self.value,
+            "DR": self.rope,
+            "DVP": self.value_padded,
+            "DRP": self.rope_padded,
+        }
 
     def fixed(self) -> dict[str, int | str]:
         """What the kernels of partial rows share."""
@@ -131,7 +143,9 @@ def forward(
     value_dim: int,
     workspace_bytes: int,
 ) -> tuple[Float[Tensor, "rows heads value"], Float32[Tensor, "rows heads"]]:
-    """out [rows, heads, value_dim] and natural-log lse [rows, heads] of every row over its chosen keys. Needs no workspace."""
+    """out [rows, heads, value_dim] and natural-log lse [rows, heads] of every row over its chosen
+    keys. Needs no workspace.
+    """
     query, kv, ids, counts = (x.contiguous() for x in (query, kv, ids, counts))
     rows, shape = query.shape[0], shape_of(query, ids.shape[1], value_dim)
     out = query.new_empty(rows, shape.heads, value_dim)
@@ -154,13 +168,22 @@ def row_products(grad_out: Tensor, out: Tensor, shape: Shape) -> Float32[Tensor,
     delta = torch.empty(rows, shape.heads, dtype=torch.float32, device=out.device)
     hb = shape.head_tile
     delta_kernel[(rows, shape.padded_heads // hb)](
-        out, grad_out, delta, HEADS=shape.heads, DV=shape.value, HB=hb, DVP=shape.value_padded, num_warps=8
+        out,
+        grad_out,
+        delta,
+        HEADS=shape.heads,
+        DV=shape.value,
+        HB=hb,
+        DVP=shape.value_padded,
+        num_warps=8,
     )
     return delta
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Float32[Tensor, "heads"]:
-    """Gradient of the sink: minus its own probability times delta, summed over rows in a fixed order."""
+    """Gradient of the sink: minus its own probability times delta, summed over rows in a fixed
+    order.
+    """
     return -(torch.exp(sink.float()[None, :] - lse) * delta).sum(0)
 
 
@@ -178,13 +201,14 @@ def backward(
     workspace_bytes: int,
     plan: Plan | None = None,
 ) -> tuple[Float[Tensor, "rows heads qk"], Float32[Tensor, "pack qk"], Float32[Tensor, "heads"]]:
-    """Gradients of query (its dtype), kv (fp32) and sink (fp32, zeros without one); same bits on every run.
+    """Gradients of query (its dtype), kv (fp32) and sink (fp32, zeros without one); same bits on
+    every run.
 
     plan: of all rows, where the caller has it already (its chunk then decides the memory).
     """
     grad_out, query, kv, out = (x.contiguous() for x in (grad_out, query, kv, out))
     ids, counts, lse = ids.contiguous(), counts.contiguous(), lse.contiguous()
-    rows, pack, shape = query.shape[0], kv.shape[0], shape_of(query, ids.shape[1], value_dim)
+    rows, shape = query.shape[0], shape_of(query, ids.shape[1], value_dim)
     dquery = torch.empty_like(query)
     dkv = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
     dsink = torch.zeros(shape.heads, dtype=torch.float32, device=query.device)
@@ -200,7 +224,20 @@ def backward(
         for own in plans:
             buffers = buffers or Buffers.of(query, own.chunk, shape)
             for chunk in own.chunks():
-                launch_dquery(grad_out, query, kv, ids, counts, lse, delta, dquery, buffers, chunk, scale, shape)
+                launch_dquery(
+                    grad_out,
+                    query,
+                    kv,
+                    ids,
+                    counts,
+                    lse,
+                    delta,
+                    dquery,
+                    buffers,
+                    chunk,
+                    scale,
+                    shape,
+                )
                 launch_union(grad_out, query, buffers, chunk, shape)
                 launch_direct(grad_out, query, buffers, chunk, shape, skip_dense=False)
                 launch_segments(buffers, dkv, chunk, shape)
@@ -211,7 +248,7 @@ def backward(
 
 @dataclass(frozen=True)
 class Buffers:
-    """P and dS of a chunk, [chunk * topk, padded heads], and its partial rows, [chunk * topk, qk]."""
+    """P and dS [chunk * topk, padded heads] of a chunk, and its partial rows [chunk * topk, qk]."""
 
     prob: Tensor
     dscore: Tensor
@@ -245,47 +282,67 @@ def plans_of(ids: Tensor, counts: Tensor, sizes: Sizes, workspace: int) -> Itera
 
 
 def launch_dquery(
-    grad_out: Tensor, query: Tensor, kv: Tensor, ids: Tensor, counts: Tensor, lse: Tensor, delta: Tensor,
+    grad_out: Tensor, query: Tensor, kv: Tensor, ids: Tensor, counts: Tensor, lse: Tensor,
+    delta: Tensor,
     dquery: Tensor, buffers: Buffers, chunk: Chunk, scale: float, shape: Shape,
 ) -> None:  # fmt: skip
     """Query gradient of a chunk, and its P and dS."""
     stages, warps = shape.tiles.dquery
     dquery_kernel[(chunk.rows, shape.padded_heads // shape.head_tile)](
-        query, kv, ids, counts, grad_out, lse, delta, dquery, buffers.prob, buffers.dscore, chunk.first,
-        kv.shape[0], scale, HEADS=shape.heads, TOPK=shape.topk, HP=shape.padded_heads, HB=shape.head_tile,
-        **shape.widths(), BK=shape.tiles.keys, STAGES=stages, PRECISION=shape.precision, num_warps=warps,
+        query, kv, ids, counts, grad_out, lse, delta, dquery, buffers.prob, buffers.dscore,
+        chunk.first,
+        kv.shape[0], scale, HEADS=shape.heads, TOPK=shape.topk, HP=shape.padded_heads,
+        HB=shape.head_tile,
+        **shape.widths(), BK=shape.tiles.keys, STAGES=stages, PRECISION=shape.precision,
+        num_warps=warps,
         num_stages=stages,
     )  # fmt: skip
 
 
 def launch_union(
     grad_out: Tensor, query: Tensor, buffers: Buffers, chunk: Chunk, shape: Shape,
-    descriptors: tuple[Any, Any, Any] | None = None,
+    descriptors: tuple[Any, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Partial rows of the shared keys. descriptors: TMA over query's values, its rope and grad_out instead."""
+    """Partial rows of the shared keys. descriptors: TMA over query's values, its rope and grad_out
+    instead.
+    """
     stages, warps = shape.tiles.partial
     columns, plan, groups = shape.columns(), chunk.plan, chunk.groups
     blocks = plan.slots.shape[1]
     union_kernel[((groups.stop - groups.start) * blocks * columns["TILES"],)](
-        *(descriptors or (query, query, grad_out)), buffers.prob, buffers.dscore, plan.slots[groups],
-        plan.leader[groups], plan.active[groups], plan.active_count[groups], buffers.part, chunk.first,
-        **shape.fixed(), **columns, BLOCKS=blocks, BM=BLOCK, TMA=descriptors is not None, STAGES=stages,
+        *(descriptors or (query, query, grad_out)), buffers.prob, buffers.dscore,
+        plan.slots[groups],
+        plan.leader[groups], plan.active[groups], plan.active_count[groups], buffers.part,
+        chunk.first,
+        **shape.fixed(), **columns, BLOCKS=blocks, BM=BLOCK, TMA=descriptors is not None,
+        STAGES=stages,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
 def launch_direct(
-    grad_out: Tensor, query: Tensor, buffers: Buffers, chunk: Chunk, shape: Shape, *, skip_dense: bool
+    grad_out: Tensor,
+    query: Tensor,
+    buffers: Buffers,
+    chunk: Chunk,
+    shape: Shape,
+    *,
+    skip_dense: bool,
 ) -> None:
-    """Partial rows of the direct pairs. skip_dense: leave the groups that share nothing to another kernel."""
+    """Partial rows of the direct pairs. skip_dense: leave the groups that share nothing to another
+    kernel.
+    """
     stages = shape.tiles.partial[0]
     plan, window = chunk.plan, chunk.window
     narrow = min(128, shape.columns()["BN"])
     tiles = shape.value_padded // narrow
     direct_kernel[(chunk.rows * tiles,)](
-        query, grad_out, buffers.prob, buffers.dscore, plan.direct[window], plan.direct_count[window],
-        plan.mode[chunk.groups], buffers.part, chunk.first, **shape.fixed(), TOPK=shape.topk, BM=min(64, 2 * shape.tiles.keys),
-        BN=narrow, BR=max(16, shape.rope_padded // tiles), TILES=tiles, SKIP_DENSE=skip_dense, STAGES=stages,
+        query, grad_out, buffers.prob, buffers.dscore, plan.direct[window],
+            plan.direct_count[window],
+        plan.mode[chunk.groups], buffers.part, chunk.first, **shape.fixed(), TOPK=shape.topk,
+        BM=min(64, 2 * shape.tiles.keys),
+        BN=narrow, BR=max(16, shape.rope_padded // tiles), TILES=tiles, SKIP_DENSE=skip_dense,
+        STAGES=stages,
         num_warps=4, num_stages=stages,
     )  # fmt: skip
 
@@ -294,7 +351,8 @@ def launch_segments(buffers: Buffers, dkv: Tensor, chunk: Chunk, shape: Shape) -
     """Sum the partial rows of every key into dkv, or, after the call's first chunk, onto it."""
     pack, add = dkv.shape[0], chunk.first > 0
     keys = 8 if add else 1  # after the first chunk most keys have nothing to add
-    segment_kernel[(triton.cdiv(pack, keys),)](
-        buffers.part, chunk.plan.order, chunk.start(pack), dkv, pack, **shape.widths(), KEYS=keys, R=8, ADD=add,
+    segment_kernel[(ceil_div(pack, keys),)](
+        buffers.part, chunk.plan.order, chunk.start(pack), dkv, pack, **shape.widths(), KEYS=keys,
+        R=8, ADD=add,
         num_warps=2,
     )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Compiles the Hopper kernels for sm_90a without a GPU: registers, spilled bytes, shared memory,
+and whether ptxas had to serialise tensor instructions. One JSON line a kernel. Needs Triton 3.6
+with the CUDA tools that it ships.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from fullspan.ops.index_topk import kernels_hopper as index
+from fullspan.ops.sparse_attention import kernels_hopper_backward as backward
+from fullspan.ops.sparse_attention import kernels_hopper_forward as forward
+
+BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
+Entry = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
+
+
+def tiles(rows: int, columns: int, swizzle: int = 128) -> str:
+    """The type of a TMA descriptor over bf16."""
+    layout = f"swizzle_byte_width={swizzle}, element_bitwidth=16, rank=2, transposed=False"
+    layout += ", fp4_padded=False, cga_layout=[]"
+    return f"tensordesc<bf16[{rows}, {columns}],NVMMASharedLayout({layout})>"
+
+
+def kernels() -> Iterator[Entry]:
+    """Name, kernel, types of its arguments, compile-time values, compiler options."""
+    types = {"FLAGS": INT32, "Q": BF16, "KV": BF16, "IDS": INT32, "COUNT": INT32, "SINK": FP32}
+    types |= {"OUT": BF16, "LSE": FP32, "scale_log2": "fp32", "S": "i32"}
+    for name, tiles_of_heads, rope, sink in (
+        ("64", 1, True, False),
+        ("128", 2, True, False),
+        ("512", 1, False, True),
+    ):
+        fixed = {
+            "K": 2048,
+            "BK": 64,
+            "HT": tiles_of_heads,
+            "ROPE": rope,
+            "WORDS": 1,
+            "HAS_SINK": sink,
+        }
+        yield f"forward {name}", forward.forward_kernel, types, fixed, {"maxnreg": 128}
+    types = {
+        "QD": tiles(64, 128),
+        "QRD": tiles(64, 64),
+        "DOD": tiles(64, 128),
+        "DQD": tiles(64, 128),
+    }
+    types |= {
+        "DQRD": tiles(64, 64),
+        "PD": tiles(64, 64),
+        "SD": tiles(64, 64),
+        "KV": BF16,
+        "IDS": INT32,
+    }
+    types |= {
+        "LIMIT": INT32,
+        "LSE": FP32,
+        "DELTA": FP32,
+        "q0": "i32",
+        "scale": "fp32",
+        "scale_log2": "fp32",
+    }
+    yield (
+        "dquery",
+        backward.dquery_kernel,
+        types,
+        {"K": 2048, "HT": 1, "ROPE": True, "R1": 232, "R2": 32},
+        {},
+    )
+    types = {
+        "QD": tiles(64, 256),
+        "QRD": tiles(64, 32, 64),
+        "DOD": tiles(64, 256),
+        "PD": tiles(64, 64),
+    }
+    types |= {
+        "SD": tiles(64, 64),
+        "OD": tiles(64, 256),
+        "ORD": tiles(64, 32, 64),
+        "LIMIT": INT32,
+        "MODE": INT32,
+    }
+    fixed = {"K": 2048, "ROPE": True, "GROUP": 16, "R1": 224, "R2": 40}
+    yield "dense", backward.dense_kernel, types | {"q0": "i32"}, fixed, {}
+    types = {
+        "qd": tiles(64, 128),
+        "kd": tiles(128, 128),
+        "W": FP32,
+        "KS": FP32,
+        "TAU": FP32,
+        "SEGS": INT64,
+    }
+    types |= dict.fromkeys(("START", "END", "BASE", "BEND", "NUM"), INT32)
+    numbers = ("row0", "s_q", "s_kv", "lo", "span", "T", "ntiles", "seg_stride", "num_stride")
+    fixed = {
+        "HI": 32,
+        "BQ": 64,
+        "NC": 3,
+        "FP8": False,
+        "GATE": True,
+        "ST": 6,
+        "KBUF": 1,
+        "REGS": 160,
+        "KI": 16,
+    }
+    yield "scores", index.score_kernel, types | dict.fromkeys(numbers, "i32"), fixed, {}
+
+
+def report(
+    name: str, kernel: Any, types: dict[str, str], fixed: dict[str, Any], options: dict[str, int]
+) -> dict[str, Any]:
+    """What ptxas says of one kernel."""
+    order = kernel.arg_names
+    full = {argument: types.get(argument, "constexpr") for argument in order}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(order) if full[n].startswith("*")
+    }
+    constants = {(order.index(argument),): value for argument, value in fixed.items()}
+    source = GluonASTSource(fn=kernel, signature=full, constexprs=constants, attrs=aligned)
+    built = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options}
+    )
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(built.asm["ptx"], encoding="utf-8")
+        command = [ptxas, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".o")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "kernel": name,
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", said))),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
+        "shared": built.metadata.shared,
+        "serialised": "C7512" in said,
+    }
+
+
+def main() -> int:
+    """Report every kernel, or those whose name begins with an argument."""
+    for entry in kernels():
+        if not sys.argv[1:] or entry[0].startswith(tuple(sys.argv[1:])):
+            print(json.dumps(report(*entry)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
