@@ -64,7 +64,7 @@ def our_layer(rows: int, options: OpOptions) -> tuple[Callable[[], None], torch.
     sequence = SequenceContext.create(
         layout, partition, experts=ExpertParallel(experts=own.n_routed_experts), device=device
     )
-    angles = Angles(*rope_angles(sequence.positions, frequencies, factor))
+    angles = Angles(*rope_angles(sequence.positions, frequencies.to(device), factor))
     x = torch.randn(rows, own.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     grad = torch.randn_like(x)
 
