@@ -147,7 +147,8 @@ def _choose(
     able = [name for name, refusal in verdicts.items() if refusal is None]
     listing = "; ".join(f"{name}: {refusal or 'can run'}" for name, refusal in verdicts.items())
     if wanted == "auto" and able:
-        logger.info("%s: %s, the first for %s on %s (%s)", op, able[0], dtype, device, listing)
+        why = "%s: %s, the first backend for %s on %s (%s)"
+        logger.info(why, op, able[0], dtype, device, listing)
         return able[0]
     if wanted in able:
         logger.info("%s: %s, named by ops.%s", op, wanted, op)
