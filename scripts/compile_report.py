@@ -1,6 +1,10 @@
-"""Compiles the Hopper kernels for sm_90a without a GPU: registers, spilled bytes, shared memory,
-and whether ptxas had to serialise tensor instructions. One JSON line a kernel. Needs Triton 3.6
-with the CUDA tools that it ships.
+"""Compiles kernels without a GPU, and prints one JSON line a kernel.
+
+    python scripts/compile_report.py hopper    registers, spilled bytes, shared memory, and whether
+                                               ptxas had to serialise tensor instructions
+    python scripts/compile_report.py plain     shared memory against what the device class has
+
+Needs Triton 3.6 with the CUDA tools that it ships.
 """
 
 import json
@@ -17,11 +21,15 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fullspan.ops.index_topk import kernels_hopper as index
 from fullspan.ops.sparse_attention import kernels_hopper_backward as backward
 from fullspan.ops.sparse_attention import kernels_hopper_forward as forward
+from fullspan.ops.sparse_attention import triton_backend
+from fullspan.ops.sparse_attention.kernels_backward import dquery_kernel
+from fullspan.ops.sparse_attention.kernels_forward import forward_kernel
 
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
 Entry = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
@@ -119,20 +127,30 @@ def kernels() -> Iterator[Entry]:
     yield "scores", index.score_kernel, types | dict.fromkeys(numbers, "i32"), fixed, {}
 
 
-def report(
-    name: str, kernel: Any, types: dict[str, str], fixed: dict[str, Any], options: dict[str, int]
-) -> dict[str, Any]:
-    """What ptxas says of one kernel."""
+def compiled(
+    source: Any,
+    kernel: Any,
+    types: dict[str, str],
+    fixed: dict[str, Any],
+    options: dict[str, int],
+    arch: int,
+) -> Any:
+    """A kernel compiled for sm_`arch`, pointers taken to be 16-byte aligned."""
     order = kernel.arg_names
     full = {argument: types.get(argument, "constexpr") for argument in order}
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, n in enumerate(order) if full[n].startswith("*")
     }
     constants = {(order.index(argument),): value for argument, value in fixed.items()}
-    source = GluonASTSource(fn=kernel, signature=full, constexprs=constants, attrs=aligned)
-    built = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options}
-    )
+    text = source(fn=kernel, signature=full, constexprs=constants, attrs=aligned)
+    return triton.compile(text, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def report(
+    name: str, kernel: Any, types: dict[str, str], fixed: dict[str, Any], options: dict[str, int]
+) -> dict[str, Any]:
+    """What ptxas says of one kernel."""
+    built = compiled(GluonASTSource, kernel, types, fixed, {"num_warps": 4, **options}, 90)
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
@@ -148,11 +166,48 @@ def report(
     }
 
 
+DEVICES = {
+    80: 163,
+    86: 99,
+    90: 227,
+    100: 227,
+    120: 99,
+}  # KiB of shared memory that a block can have
+
+
+def plain_reports() -> Iterator[dict[str, Any]]:
+    """Shared memory of the largest plain kernels of sparse attention on every device class."""
+    forward_types = {"QUERY": BF16, "KV": BF16, "IDS": INT32, "COUNTS": INT32, "SINK": FP32}
+    forward_types |= {"OUT": BF16, "LSE": FP32, "pack": "i32", "scale_log2": "fp32"}
+    dquery_types = {"QUERY": BF16, "KV": BF16, "IDS": INT32, "COUNTS": INT32, "GRAD": BF16}
+    dquery_types |= {"LSE": FP32, "DELTA": FP32, "DQUERY": BF16, "PROB": BF16, "DSCORE": BF16}
+    dquery_types |= {"row0": "i32", "pack": "i32", "scale": "fp32"}
+    for arch, limit in DEVICES.items():
+        sizes = triton_backend.device_tiles(limit * 1024, arch // 10)
+        fixed = {"HEADS": 64, "TOPK": 2048, "DV": 512, "DR": 64, "DVP": 512, "DRP": 64}
+        fixed |= {"HB": sizes.heads, "BK": sizes.keys, "PRECISION": "tf32"}
+        for name, kernel, types, own, (stages, warps) in (
+            ("forward", forward_kernel, forward_types, {"HAS_SINK": False}, sizes.forward),
+            ("dquery", dquery_kernel, dquery_types, {"HP": 64}, sizes.dquery),
+        ):
+            values = fixed | own | {"STAGES": stages}
+            options = {"num_warps": warps, "num_stages": stages}
+            built = compiled(ASTSource, kernel, types, values, options, arch)
+            row = {"kernel": f"{name} sm_{arch}", "shared": built.metadata.shared}
+            yield row | {"limit": limit * 1024}
+
+
 def main() -> int:
-    """Report every kernel, or those whose name begins with an argument."""
-    for entry in kernels():
-        if not sys.argv[1:] or entry[0].startswith(tuple(sys.argv[1:])):
-            print(json.dumps(report(*entry)), flush=True)
+    """Report the kernels of one kind."""
+    if sys.argv[1:] == ["hopper"]:
+        rows = (report(*entry) for entry in kernels())
+    elif sys.argv[1:] == ["plain"]:
+        rows = plain_reports()
+    else:
+        print(__doc__)
+        return 2
+    for row in rows:
+        print(json.dumps(row), flush=True)
     return 0
 
 
