@@ -1,5 +1,5 @@
-"""Kernels compiled on a machine without a GPU: those for Hopper hardly spill and no wgmma of theirs is
-serialised; the plain ones fit the shared memory of every device class.
+"""Kernels compiled on a machine without a GPU: those for Hopper hardly spill, no wgmma of theirs is
+serialised, and the plain ones fit the shared memory of every device class.
 """
 
 import importlib.metadata
