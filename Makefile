@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Arguments for pip, for example an index that has CPU builds of torch.
 PIP_ARGS ?=
-# Arguments for pytest.
-PYTEST_ARGS ?=
+# Arguments for pytest: two tests at a time, since each keeps to one thread a process.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 # Everything that the demo writes lies below this folder; make removes model, data and run in it first.
 DEMO ?= demo
 

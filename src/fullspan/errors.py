@@ -34,3 +34,7 @@ class LaunchError(FullspanError, RuntimeError):
 
 class TrainingError(FullspanError, RuntimeError):
     """Training cannot go on: a loss or a gradient norm that is not finite."""
+
+
+class RankLostError(FullspanError, RuntimeError):
+    """Another rank has ended or does not answer, and this one cannot go on without it."""

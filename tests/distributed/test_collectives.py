@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fullspan.parallel.collectives import (
     all_reduce_gradients,
@@ -10,11 +9,11 @@ from fullspan.parallel.collectives import (
     gather_rows,
     start_reduce_scatter_rows,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_group
 
 
 def exchange(rank: int, size: int) -> None:
-    group = None if size == 1 else dist.group.WORLD
+    group = None if size == 1 else world_group()
     local = torch.arange(6.0).view(2, 3) + 10 * rank
     gathered = gather_rows(local, group)
     everyone = torch.cat([torch.arange(6.0).view(2, 3) + 10 * other for other in range(size)])
@@ -28,7 +27,7 @@ def exchange(rank: int, size: int) -> None:
 
 
 def sums(rank: int, size: int) -> list[torch.Tensor]:
-    group = None if size == 1 else dist.group.WORLD
+    group = None if size == 1 else world_group()
     parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3, 1))]
     if rank == 0:  # no other rank has a trained row
         parameters[0].grad = torch.tensor([1.0, 2.0])

@@ -9,7 +9,7 @@ from fullspan.models.dsa.attention import Indexer
 from fullspan.ops.linear_cross_entropy.op import IGNORE
 from fullspan.parallel.collectives import all_reduce_gradients, all_reduce_sum
 from fullspan.parallel.sequence import Partition
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_group
 from tests.support.tiny import (
     FAMILIES,
     gradients,
@@ -51,7 +51,7 @@ def step(
             module.register_forward_hook(
                 lambda module, given, selection: selections.append(selection.ids)
             )
-    group = None if size == 1 else torch.distributed.group.WORLD
+    group = None if size == 1 else world_group()
     loss, hidden = local_loss(model, pack, rank=rank, size=size, mode=mode)
     loss.backward()
     loss = loss.detach().clone()

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fullspan.parallel.expert import ExpertParallel
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_group
 
 EXPERTS, WIDTH, ROWS = 8, 5, 12
 ROUTINGS = {
@@ -24,7 +23,7 @@ def transform(rank: int, size: int, routing: str) -> tuple[torch.Tensor, torch.T
     """y = (e + 1) x^2 on the rank of expert e, with its gradient, in the order of the rows."""
     chosen = ROUTINGS[routing](rank)
     x = torch.randn(len(chosen), WIDTH, generator=_seeded(10 + rank)).requires_grad_()
-    group = None if size == 1 else dist.group.WORLD
+    group = None if size == 1 else world_group()
     parallel = ExpertParallel(experts=EXPERTS, rank=rank if size > 1 else 0, size=size, group=group)
     order = chosen.argsort(stable=True)
     sent = parallel.dispatch(x[order], torch.bincount(chosen, minlength=EXPERTS))

@@ -19,3 +19,13 @@ def peak_bytes(computation: Callable[[], object]) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+def kept_bytes(computation: Callable[[], object]) -> int:
+    """The bytes that are still allocated when `computation` has ended, its result alive."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = computation()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = profiler.profiler.kineto_results.events()
+    del result
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")

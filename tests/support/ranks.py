@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullspan.parallel.group import Group
+
 
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0
@@ -51,6 +53,12 @@ def run_ranks(
             torch.load(Path(folder) / f"result-{rank}", weights_only=False)
             for rank in range(world_size)
         ]
+
+
+def world_group() -> Group:
+    """All ranks, from inside one of several."""
+    assert dist.group.WORLD is not None
+    return Group(dist.group.WORLD)
 
 
 def _main(

@@ -15,6 +15,7 @@ from fullspan.parallel.context import SequenceContext
 from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.sequence import Partition, padded_length
 from fullspan.shapes import Tensor
+from tests.support.ranks import world_group
 
 FAMILIES = ("glm_moe_dsa", "deepseek_v32")
 EVERY_TARGET = (
@@ -86,7 +87,7 @@ def local_loss(
     """This rank's share of the mean loss over the pack's trained tokens, and its hidden rows."""
     tokens, labels, layout = pack
     partition = Partition(mode=mode, size=size, length=layout.padded_length)
-    group = None if size == 1 else torch.distributed.group.WORLD
+    group = None if size == 1 else world_group()
     experts = ExpertParallel(experts=model.config.n_routed_experts)
     sequence = SequenceContext.create(layout, partition, experts=experts, rank=rank, group=group)
     rows = partition.rows(rank)

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fullspan.checkpoint.load import meta_model
 from fullspan.errors import CheckpointError
-from fullspan.lora.inject import LoraConfig, inject, trainable_parameters
+from fullspan.lora.inject import LoraConfig, adapted_modules, inject, trainable_parameters
 from fullspan.lora.state import load_adapter_state, to_peft
 from fullspan.models.dsa.config import DsaConfig
+from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.backend import OpOptions
 from fullspan.shapes import Tensor
 
@@ -41,6 +42,7 @@ def write_adapter(
     model_path: Path,
     lora: LoraConfig,
     base_model: str | None = None,
+    per_expert: bool = False,
 ) -> WrittenAdapter:
     """Write the adapter of a complete checkpoint into the folder `output`, see `to_peft`.
 
@@ -48,17 +50,28 @@ def write_adapter(
         model_path: the base model's folder, for its config.json.
         lora: the settings that the run was trained with.
         base_model: base_model_name_or_path of the adapter; None: `model_path`.
+        per_expert: keys of each expert, see `to_peft`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or not of this model, or a file cannot be
             written.
     """
-    model = meta_model(DsaConfig.load(model_path), OpOptions(), recompute=False)
-    names = inject(model, lora)
-    load_adapter_state(model, read_adapters(checkpoint))
-    to_peft(model, lora, base_model or str(model_path), output)
+    model = adapted_model(checkpoint, model_path, lora)
+    to_peft(model, lora, base_model or str(model_path), output, per_expert=per_expert)
     count = sum(parameter.numel() for parameter in trainable_parameters(model).values())
-    return WrittenAdapter(modules=tuple(names), parameters=count)
+    return WrittenAdapter(modules=tuple(adapted_modules(model)), parameters=count)
+
+
+def adapted_model(checkpoint: Path, model_path: Path, lora: LoraConfig) -> DsaForCausalLM:
+    """The base model without storage, with the adapters of a complete checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or not of this model.
+    """
+    model = meta_model(DsaConfig.load(model_path), OpOptions(), recompute=False)
+    inject(model, lora)
+    load_adapter_state(model, read_adapters(checkpoint))
+    return model
 
 
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """Build a model on the meta device and fill it from a checkpoint folder, one parameter at a time.
 
 Every name and shape is checked before the first byte is read. A piece of a parameter goes from the
-mapped file straight into its place, converted on the way: no second copy of the weights exists. It
-leaves out quantised weights and reading one rank's part only; both have their place in `_fill`,
-where each piece of a tensor is read on its own.
+mapped file straight into its place, converted on the way: no second copy of the weights exists. A
+rank reads only what it holds: its experts, and its share of what is spread over the ranks. FP8
+weights (quantisation.py) and their scales are tensors like any other and stay as they are.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from fullspan.checkpoint.mapping import CheckpointMapping, Piece, Tensors
+from fullspan.checkpoint.quantisation import Quantisation
 from fullspan.checkpoint.safetensors_io import CheckpointFolder, TensorReader
 from fullspan.errors import CheckpointError
 from fullspan.models.common.linear import GroupedLinear
@@ -48,7 +49,8 @@ def load_model(
     """The frozen model of a Hugging Face folder, or this rank's part of it.
 
     Args:
-        dtype: of the weights; those that the mapping keeps in float32 stay so.
+        dtype: of the weights; those that the mapping keeps in float32 stay so. FP8 weights stay
+            FP8 and become this dtype when they are used.
         latent_norm_eps: instead of the config's own (`transformers` always uses 1e-6).
         mesh: this rank's place; it reads and holds its share of the routed experts only.
         shard_weights: spread the other weights over all ranks too, see parallel/shard.py.
@@ -62,26 +64,19 @@ def load_model(
     folder = CheckpointFolder.open(path)
     overrides = {} if latent_norm_eps is None else {"latent_norm_eps": latent_norm_eps}
     config = DsaConfig.load(path, **overrides)
-    options = resolve(options, mesh.device, dtype, **_op_widths(config))
-    mapping = dsa_mapping(config)
-    _check_dtypes(folder, mapping)
-    whole = meta_model(config, options, recompute=recompute).state_dict()
-    found = {name: info.shape for name, info in folder.tensors.items()}
-    mapping.check(found, {name: tuple(t.shape) for name, t in whole.items()}, where=str(path))
-    ep = mesh.ep
-    held = ExpertParallel(
-        experts=config.n_routed_experts, rank=ep.rank, size=ep.size, group=ep.group
-    ).local
-    model = meta_model(config, options, recompute=recompute, experts=held)
-    units: dict[str, FlatUnit] = {}
-    if shard_weights:
-        units = _shard(model, mapping, dtype, mesh)
+    options = resolve(options, mesh.device, dtype, **op_widths(config))
+    mapping, quantisation = read_mapping(folder, config, options)
+    model, units = empty_model(
+        config, mapping, quantisation, dtype=dtype, options=options, recompute=recompute,
+        mesh=mesh, shard_weights=shard_weights,
+    )  # fmt: skip
+    held = _held_experts(config, mesh)
     _fill(model, folder, mapping, dtype, held, units, mesh.device, progress)
     model.requires_grad_(False)
     return model
 
 
-def _op_widths(config: DsaConfig) -> dict[str, int]:
+def op_widths(config: DsaConfig) -> dict[str, int]:
     """What decides which kernels fit (see ops/backend.py)."""
     return {
         "qk": config.kv_lora_rank + config.qk_rope_head_dim,
@@ -89,6 +84,56 @@ def _op_widths(config: DsaConfig) -> dict[str, int]:
         "index_dim": config.index_head_dim,
         "topk": config.index_topk,
     }
+
+
+def empty_model(
+    config: DsaConfig,
+    mapping: CheckpointMapping,
+    quantisation: Quantisation,
+    *,
+    dtype: torch.dtype,
+    options: OpOptions,
+    recompute: bool,
+    mesh: Mesh,
+    shard_weights: bool,
+) -> tuple[DsaForCausalLM, dict[str, FlatUnit]]:
+    """The meta model of this rank, with room for FP8 where the mapping has it, and the unit that
+    each tensor which is spread over the ranks belongs to. Units have storage, the model has none:
+    `assign` gives it.
+    """
+    held = _held_experts(config, mesh)
+    model = meta_model(config, options, recompute=recompute, experts=held)
+    quantisation.make_room(model, mapping, options.workspace_bytes)
+    return model, _shard(model, mapping, dtype, mesh) if shard_weights else {}
+
+
+def _held_experts(config: DsaConfig, mesh: Mesh) -> range:
+    ep = mesh.ep
+    return ExpertParallel(
+        experts=config.n_routed_experts, rank=ep.rank, size=ep.size, group=ep.group
+    ).local
+
+
+def read_mapping(
+    folder: CheckpointFolder, config: DsaConfig, options: OpOptions
+) -> tuple[CheckpointMapping, Quantisation]:
+    """The mapping of this folder's tensors, all checked by name, dtype and shape, and which of them
+    are FP8.
+
+    Raises:
+        CheckpointError: they do not fit the config or one another.
+    """
+    mapping = dsa_mapping(config)
+    names = [name for name in folder.tensors if not mapping.is_ignored(name)]
+    quantisation = Quantisation.of(folder, folder.read_config(), names)
+    mapping = quantisation.extend(mapping)
+    _check_dtypes(folder, mapping, quantisation)
+    whole = meta_model(config, options, recompute=False)
+    quantisation.make_room(whole, mapping, options.workspace_bytes)
+    found = {name: info.shape for name, info in folder.tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
+    mapping.check(found, shapes, where=str(folder.path))
+    return mapping, quantisation
 
 
 def meta_model(
@@ -126,14 +171,17 @@ def progress_bar(title: str) -> Iterator[Progress]:
         yield show
 
 
-def _check_dtypes(folder: CheckpointFolder, mapping: CheckpointMapping) -> None:
+def _check_dtypes(
+    folder: CheckpointFolder, mapping: CheckpointMapping, quantisation: Quantisation
+) -> None:
     for name, info in folder.tensors.items():
-        if info.dtype not in _READABLE and not mapping.is_ignored(name):
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _READABLE)
-            raise CheckpointError(
-                f"{name} in {info.file} has dtype {str(info.dtype).removeprefix('torch.')}: "
-                f"weights can be loaded from {allowed}"
-            )
+        if info.dtype in _READABLE or name in quantisation.names or mapping.is_ignored(name):
+            continue
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _READABLE)
+        raise CheckpointError(
+            f"{name} in {info.file} has dtype {str(info.dtype).removeprefix('torch.')}: "
+            f"weights can be loaded from {allowed}, and float8_e4m3fn with block scales"
+        )
 
 
 def _shard(
@@ -142,7 +190,8 @@ def _shard(
     """Give a meta model a ShardedWeights store; the unit of each tensor that is spread."""
     always = {step.target: step.dtype or dtype for step in mapping.steps}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    experts = {id(module.weight) for module in model.modules() if isinstance(module, GroupedLinear)}
+    grouped = [module for module in model.modules() if isinstance(module, GroupedLinear)]
+    experts = {id(parameter) for module in grouped for parameter in module.parameters()}
     units, parameters, unit_of = [], [], {}
     for module in model.units:
         spread = {names[id(p)]: p for p in module.parameters() if id(p) not in experts}
@@ -178,7 +227,7 @@ def _fill(
             if unit is None:
                 kept = step.dtype or dtype
                 target = torch.empty(shapes[step.target], dtype=kept, device=device)
-                _assign(model, step.target, target)
+                assign(model, step.target, target)
                 place = partial(_read_whole, reader, target, held.start)
             else:
                 place = partial(_read_share, reader, unit, step.target)
@@ -219,7 +268,8 @@ def _read_share(reader: TensorReader, unit: FlatUnit, name: str, piece: Piece) -
     unit.store(name, rows[first - start * width : last - start * width])
 
 
-def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in the place of the frozen parameter or buffer `name` of a meta model."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     is_parameter = isinstance(getattr(module, leaf), nn.Parameter)

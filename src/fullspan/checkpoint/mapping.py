@@ -5,12 +5,16 @@ by placing them side by side, nothing else, so it inverts exactly and every piec
 on its own. Checkpoint names that no step claims are ignored on purpose (`Ignore`), refused with a
 reason (`Forbid`), or refused as unexpected.
 
+A step may be `scaled`: its tensors can be FP8 in a checkpoint, each beside a tensor of scales.
+`with_scales` adds a step for those of a given checkpoint, so that scales are placed, counted and
+written back like any other tensor.
+
 Dtypes, devices and files are left to `load.py`; which names a family has is declared beside its
 model.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import NamedTuple
@@ -19,6 +23,7 @@ import torch
 
 from fullspan.errors import CheckpointError
 
+SCALE_SUFFIX = "_scale_inv"  # model tensor X.weight -> its scale X.weight_scale_inv
 _SHOWN = 4  # names an error lists before it only counts
 
 
@@ -43,14 +48,22 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rename:
-    """One checkpoint tensor is one model tensor. `dtype` is kept whatever the model's dtype is."""
+    """One checkpoint tensor is one model tensor. `dtype` is kept whatever the model's dtype is;
+    `scaled`: it may be FP8.
+    """
 
     source: str
     target: str
     dtype: torch.dtype | None = None
+    scaled: bool = False
 
     def pieces(self) -> tuple[Piece, ...]:
         return (Piece(self.source),)
+
+    def scales(self, suffix: str) -> "Rename":
+        """The step of the scale, whose checkpoint name is longer by `suffix`."""
+        source, target = self.source + suffix, self.target + SCALE_SUFFIX
+        return Rename(source=source, target=target, dtype=torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +71,14 @@ class StackExperts:
     """2-D tensors of each expert <-> one 3-D tensor [experts, parts * rows, columns].
 
     `sources` name one expert's tensors in the order of their rows, with `{expert}` for its number.
+    `dtype`, `scaled`: as for Rename.
     """
 
     sources: tuple[str, ...]
     target: str
     experts: int
     dtype: torch.dtype | None = None
+    scaled: bool = False
 
     def pieces(self) -> tuple[Piece, ...]:
         parts = len(self.sources)
@@ -71,6 +86,15 @@ class StackExperts:
             Piece(source.format(expert=expert), (expert,), part, parts)
             for expert in range(self.experts)
             for part, source in enumerate(self.sources)
+        )
+
+    def scales(self, suffix: str) -> "StackExperts":
+        """The step of the scales, whose checkpoint names are longer by `suffix`."""
+        return StackExperts(
+            sources=tuple(source + suffix for source in self.sources),
+            target=self.target + SCALE_SUFFIX,
+            experts=self.experts,
+            dtype=torch.float32,
         )
 
 
@@ -120,6 +144,23 @@ class CheckpointMapping:
     def sources(self) -> frozenset[str]:
         """Every checkpoint name that the steps read."""
         return frozenset(piece.source for step in self.steps for piece in step.pieces())
+
+    def with_scales(self, suffixes: Mapping[str, str], dtype: torch.dtype) -> "CheckpointMapping":
+        """For a checkpoint in which some model tensors are FP8.
+
+        Args:
+            suffixes: model tensor -> what its scales' checkpoint names have more than its own.
+            dtype: of those tensors, kept whatever the model's dtype is.
+        """
+        steps: list[Step] = []
+        for step in self.steps:
+            suffix = suffixes.get(step.target)
+            if suffix is None:
+                steps.append(step)
+            else:
+                assert step.scaled, f"{step.target} is never FP8"
+                steps += [replace(step, dtype=dtype), step.scales(suffix)]
+        return replace(self, steps=tuple(steps))
 
     def check(self, checkpoint: Shapes, model: Shapes, *, where: str) -> None:
         """Compare names and shapes of both sides, consuming every name once.

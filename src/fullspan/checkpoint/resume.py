@@ -14,7 +14,6 @@ first rank alone decides, or fails at, reaches the others: all return the same o
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fullspan.checkpoint.config import CheckpointConfig
 from fullspan.checkpoint.folders import (
     Header,
     complete,
@@ -38,40 +38,12 @@ from fullspan.checkpoint.folders import (
     step_folder,
 )
 from fullspan.checkpoint.random_state import random_states, restore_random_states
-from fullspan.errors import CheckpointError, ConfigError
+from fullspan.errors import CheckpointError
 
 FOLDER = "checkpoints"
 
 Group = dist.ProcessGroup | None
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """The [checkpoint] section.
-
-    every: optimizer steps between checkpoints; 0: only at the end and when told to stop.
-    keep_last: complete checkpoints to keep.
-    resume: true: continue from the newest in train.output_dir, if there is one; false: start anew,
-    in a folder without checkpoints; a path: continue from that checkpoint, or from that run.
-    """
-
-    every: int = 0
-    keep_last: int = 2
-    resume: bool | str = True
-
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError(
-                f"checkpoint.every is {self.every}: it must be a number of steps, or 0 for only "
-                "at the end"
-            )
-        if self.keep_last < 1:
-            raise ConfigError(f"checkpoint.keep_last is {self.keep_last}: it must be at least 1")
-        if self.resume == "":
-            raise ConfigError(
-                "checkpoint.resume is empty: allowed are true, false or the path of a checkpoint"
-            )
 
 
 def save_checkpoint(

@@ -35,7 +35,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }  # fmt: skip
 _OPEN_FILES = 4  # shards that one reader keeps mapped; a fused tensor may gather from two
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _PARTIAL = ".partial-"  # prefix of files that are being written
 
 
@@ -85,7 +85,7 @@ class CheckpointFolder:
             return cls(path=path, tensors=_read_sharded(path))
         if (path / SINGLE_NAME).is_file():
             return cls(path=path, tensors=_read_header(path / SINGLE_NAME))
-        others = sorted(p.name for p in path.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
+        others = sorted(p.name for p in path.iterdir() if p.suffix in WEIGHT_SUFFIXES)
         found = f", but {others[0]} (of {len(others)} weight files)" if others else ""
         raise CheckpointError(
             f"no {INDEX_NAME} and no {SINGLE_NAME} in {path}{found}: only these can be read"

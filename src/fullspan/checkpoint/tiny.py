@@ -1,6 +1,9 @@
 """Write a tiny checkpoint that has everything a released one has: the config fields, tensor names,
 shards, tokenizer and chat template, with random weights.
 
+With `fp8` the projections are block-scaled e4m3 as in GLM-5.2-FP8, in small blocks, so that weights
+have several of them and ragged ones.
+
 It is for tests and for the demo, which train on it in seconds on a CPU; it knows nothing of
 language. The scales below keep every part of the model alive: no path is so weak that a mistake in
 it would go unseen, and no two keys of a row get the same indexer score.
@@ -15,15 +18,20 @@ from typing import Any
 import torch
 
 from fullspan.checkpoint.load import meta_model
+from fullspan.checkpoint.mapping import SCALE_SUFFIX
+from fullspan.checkpoint.quantisation import CONFIG_KEY
 from fullspan.checkpoint.safetensors_io import CONFIG_NAME, INDEX_NAME, write_checkpoint
 from fullspan.data.tiny_tokenizer import TokenizerIds, write_tokenizer
 from fullspan.errors import CheckpointError
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.ops.backend import OpOptions
+from fullspan.ops.fp8.op import quantise_blocks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# Rows and columns: no divisor of most weights, and not square, so that neither can be mistaken.
+FP8_BLOCK = (24, 40)
 _SHARD_BYTES = 1 << 20
 _PARTIAL = ".partial-checkpoint"  # subfolder in which everything is made before it is moved
 
@@ -35,14 +43,17 @@ def init_tiny(
     *,
     family: str = "glm_moe_dsa",
     seed: int = 0,
-    dtype: str = "float32",
+    dtype: str | None = None,
+    fp8: bool = False,
     mtp: bool = False,
     force: bool = False,
 ) -> list[Path]:
     """Write a checkpoint folder; returns the files. Equal arguments give equal files.
 
     Args:
-        dtype: "float32" or "bfloat16" (the same weights, rounded).
+        dtype: "float32" or "bfloat16" (the same weights, rounded). None: float32, and bfloat16 with
+            fp8, where it is of what is not FP8.
+        fp8: projections in block-scaled e4m3 beside their `weight_scale_inv`.
         mtp: add the multi-token-prediction layer that released checkpoints have. `transformers`
             reports it as unexpected at this depth, so it is off by default.
         force: write although the folder holds other files, which stay.
@@ -50,6 +61,7 @@ def init_tiny(
     Raises:
         CheckpointError: unknown family or dtype; a folder that holds other files; no space.
     """
+    dtype = dtype or ("bfloat16" if fp8 else "float32")
     for setting, value, known in (("family", family, _FAMILIES), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise CheckpointError(f"{setting} is {value!r}: it must be one of {', '.join(known)}")
@@ -57,7 +69,7 @@ def init_tiny(
     made = not folder.exists()
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        _write(partial, family, seed, DTYPES[dtype], mtp)
+        _write(partial, family, seed, DTYPES[dtype], fp8, mtp)
         return _move(partial, folder, force=force)
     except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from None
@@ -67,14 +79,19 @@ def init_tiny(
             folder.rmdir()
 
 
-def _write(folder: Path, family: str, seed: int, dtype: torch.dtype, mtp: bool) -> None:
+def _write(folder: Path, family: str, seed: int, dtype: torch.dtype, fp8: bool, mtp: bool) -> None:
     fields = _FAMILIES[family](write_tokenizer(folder), str(dtype).removeprefix("torch."), mtp)
+    if fp8:
+        fields[CONFIG_KEY] = _quantization_config()
     (folder / CONFIG_NAME).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     config = DsaConfig.from_hf(fields)
     shapes = _shapes(config)
     if mtp:
         shapes |= _mtp_shapes(config, shapes)
-    write_checkpoint(folder, _weights(shapes, config, seed, dtype), max_shard_bytes=_SHARD_BYTES)
+    weights = _weights(shapes, config, seed, dtype)
+    if fp8:
+        weights = _quantised(weights, config)
+    write_checkpoint(folder, weights, max_shard_bytes=_SHARD_BYTES)
 
 
 def _move(partial: Path, folder: Path, *, force: bool) -> list[Path]:
@@ -114,6 +131,38 @@ def _weights(
     for name, shape in shapes.items():
         weight = _initial(name, torch.randn(shape, generator=generator), config.index_head_dim)
         yield name, weight if name.endswith("e_score_correction_bias") else weight.to(dtype)
+
+
+def _quantised(
+    weights: Iterator[tuple[str, torch.Tensor]], config: DsaConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Projections in FP8, each followed by its scale; those of the MTP layer like any other's."""
+    steps = dsa_mapping(config).steps
+    scaled = {piece.source for step in steps if step.scaled for piece in step.pieces()}
+    kinds = {_in_layer(name) for name in scaled}
+    for name, weight in weights:
+        if _in_layer(name) not in kinds:
+            yield name, weight
+            continue
+        values, scale = quantise_blocks(weight, FP8_BLOCK)
+        yield name, values
+        yield name + SCALE_SUFFIX, scale
+
+
+def _in_layer(name: str) -> str:
+    """The name without the number of its layer."""
+    return ".".join(part for place, part in enumerate(name.split(".")) if place != 2)
+
+
+def _quantization_config() -> dict[str, Any]:
+    """As GLM-5.2-FP8 writes it. The list names what is no tensor, as released lists do."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.indexers_proj"],
+        "quant_method": "fp8",
+        "weight_block_size": list(FP8_BLOCK),
+    }
 
 
 def _initial(name: str, noise: torch.Tensor, index_dim: int) -> torch.Tensor:

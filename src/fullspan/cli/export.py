@@ -1,30 +1,43 @@
-"""`fullspan export RUN --format peft`: write the adapter of a training run for other tools.
+"""`fullspan export RUN --format NAME`: write what a training run learned for other tools, as an
+adapter or merged into the base model.
 
 It reads a checkpoint of the run, not the adapter folder that a finished run also has, so a stopped
-run can be exported too. The work is checkpoint/adapter.py's.
+run can be exported too. The work is checkpoint/adapter.py's and checkpoint/merge.py's.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
+# Folder by default, by format.
+FOLDERS = {"peft": "adapter", "peft-per-expert": "adapter-per-expert", "merged": "merged"}
+
 
 def add_parser(subparsers: Any) -> None:
     """Add `export` to the command line."""
     parser = subparsers.add_parser(
         "export",
-        help="write the adapter of a run in PEFT's layout",
-        description="Write the adapter of a training run, finished or stopped, as a folder that "
-        "stock peft loads onto the transformers model.",
+        help="write the adapter of a run in PEFT's layout, or merged into the base model",
+        description="Write what a training run, finished or stopped, has learned. peft: an adapter "
+        "folder that stock peft loads onto the transformers model. peft-per-expert: one with 2-D "
+        "keys of each routed expert, which servers read. merged: a whole checkpoint folder, the "
+        "base model with the adapter added.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="train.output_dir of the run")
-    parser.add_argument("--format", choices=["peft"], default="peft", help="layout (default: peft)")
+    parser.add_argument("--format", choices=FOLDERS, default="peft", help="layout (default: peft)")
+    parser.add_argument(
+        "--dtype",
+        choices=["bf16", "fp8"],
+        help="of --format merged: bf16 (the default), or fp8, back into the blocks of an FP8 base; "
+        "the rounding error is printed and written to merge_report.json",
+    )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
-        help="folder to write (default: RUN/adapter, or RUN/adapter-step-N with --step)",
+        help="folder to write (default: RUN/adapter, RUN/adapter-per-expert or RUN/merged, ending "
+        "in -step-N with --step)",
     )
     parser.add_argument(
         "--step", type=int, metavar="N", help="checkpoint to export (default: the newest)"
@@ -39,22 +52,56 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the folder and say what is in it."""
-    from fullspan.checkpoint.adapter import write_adapter
+    from fullspan.errors import ConfigError
 
+    merged = args.format == "merged"
+    option, value = ("--base-model", args.base_model) if merged else ("--dtype", args.dtype)
+    if value is not None:
+        raise ConfigError(f"{option} says nothing about --format {args.format}: leave it out")
     config = _run_config(args.folder)
     path = _checkpoint(args.folder, args.step)
-    default = "adapter" if args.step is None else f"adapter-{path.name}"
+    name = FOLDERS[args.format]
+    default = name if args.step is None else f"{name}-{path.name}"
     output = args.output or args.folder / default
+    write = _write_merged if merged else _write_adapter
+    return write(args, config, path, output)
+
+
+def _write_adapter(args: argparse.Namespace, config: Any, path: Path, output: Path) -> int:
+    from fullspan.checkpoint.adapter import write_adapter
+
     written = write_adapter(
         path,
         output,
         model_path=Path(config.model.path),
         lora=config.lora,
         base_model=args.base_model,
+        per_expert=args.format == "peft-per-expert",
     )
     print(
         f"{output}: {path.name}, {len(written.modules)} adapted modules, "
         f"{written.parameters:,} parameters"
+    )
+    return 0
+
+
+def _write_merged(args: argparse.Namespace, config: Any, path: Path, output: Path) -> int:
+    from fullspan.checkpoint.load import progress_bar
+    from fullspan.checkpoint.merge import merge_run
+
+    with progress_bar("Merging") as progress:
+        report = merge_run(
+            path,
+            output,
+            model_path=Path(config.model.path),
+            lora=config.lora,
+            format=args.dtype or "bf16",
+            progress=progress,
+        )
+    print("\n".join(report.lines()))
+    print(
+        f"{output}: {path.name} merged, {report.tensors:,} tensors, {report.bytes / 1e9:,.2f} GB "
+        f"of {report.format} weights, {report.adapted:,} of them changed"
     )
     return 0
 

@@ -24,9 +24,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument(
         "--dtype",
-        default="float32",
         metavar="NAME",
-        help="of the weights in the files: float32 (the default) or bfloat16",
+        help="of the weights in the files: float32 (the default) or bfloat16 (with --fp8 the "
+        "default, of what is not FP8)",
+    )
+    parser.add_argument(
+        "--fp8",
+        action="store_true",
+        help="write projections as block-scaled FP8 (e4m3) with weight_scale_inv, as GLM-5.2-FP8 "
+        "has them",
     )
     parser.add_argument(
         "--force", action="store_true", help="write although DIR holds other files (they stay)"
@@ -40,12 +46,18 @@ def run(args: argparse.Namespace) -> int:
     from fullspan.checkpoint.tiny import init_tiny
 
     files = init_tiny(
-        args.folder, family=args.family, seed=args.seed, dtype=args.dtype, force=args.force
+        args.folder,
+        family=args.family,
+        seed=args.seed,
+        dtype=args.dtype,
+        fp8=args.fp8,
+        force=args.force,
     )
     tensors = CheckpointFolder.open(args.folder).tensors.values()
     size = sum(info.nbytes for info in tensors)
+    kind = args.dtype or ("bfloat16" if args.fp8 else "float32")
     print(
         f"{args.folder}: {args.family}, {len(tensors)} tensors, {size / 1e6:.1f} MB of "
-        f"{args.dtype} weights from seed {args.seed}, {len(files)} files"
+        f"{'FP8 and ' if args.fp8 else ''}{kind} weights from seed {args.seed}, {len(files)} files"
     )
     return 0

@@ -5,8 +5,9 @@ adapter_config.json and adapter_model.safetensors; stock `peft` loads it onto th
 model. Routed experts are one 3-D parameter there and are reached through `target_parameters`:
 lora_A [experts * rank, in] has its rows expert by expert, lora_B [out, rank * experts] its columns
 rank by rank (column = rank index * experts + expert), and where two parameters of one module have
-adapters, the first is nested in the second under "base_layer". One process writes; nothing is
-gathered here. Per-expert 2-D keys and merged weights are not written.
+adapters, the first is nested in the second under "base_layer". Servers read 2-D keys of each expert
+more reliably; that form can be written, not read. One process writes; nothing is gathered here.
+Merged weights are checkpoint/merge.py's.
 """
 
 import json
@@ -24,8 +25,10 @@ from torch import nn
 from fullspan.errors import CheckpointError, ConfigError
 from fullspan.lora.inject import LoraConfig, adapted_modules, inject
 from fullspan.lora.layers import LoRAGroupedLinear, LoRAModule
+from fullspan.lora.per_expert import split_adapters
 from fullspan.models.common.linear import GroupedLinear, Linear
 from fullspan.models.dsa.attention import KVUpProjection
+from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.shapes import Tensor
 
 CONFIG_NAME = "adapter_config.json"
@@ -82,7 +85,12 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def to_peft(
-    model: nn.Module, config: LoraConfig, base_model_path: Path | str, folder: Path
+    model: DsaForCausalLM,
+    config: LoraConfig,
+    base_model_path: Path | str,
+    folder: Path,
+    *,
+    per_expert: bool = False,
 ) -> None:
     """Write the model's adapters as a PEFT folder.
 
@@ -92,6 +100,9 @@ def to_peft(
     Args:
         config: the settings that the adapters were injected with; its r and alpha are written.
         base_model_path: goes into base_model_name_or_path.
+        per_expert: routed experts by the names of the checkpoint's own 2-D matrices
+            ("...mlp.experts.7.gate_proj.lora_A.weight"; gate and up share A and split B), as vLLM
+            and SGLang read them. Stock `peft` cannot load that form onto fused experts.
 
     Raises:
         CheckpointError: the model has no adapters, or a file cannot be written.
@@ -103,12 +114,16 @@ def to_peft(
     for name, module in modules.items():
         if isinstance(module, LoRAGroupedLinear):
             assert len(module.lora_a) == module.base.experts, f"{name} holds a part of the experts"
-    tensors = {
-        f"{key}.lora_{side.upper()}.weight": _fold(modules[name], side).cpu().contiguous()
-        for name, key in _peft_keys(modules).items()
-        for side in ("a", "b")
-    }
-    _write(folder, tensors, _peft_config(model, config, str(base_model_path)))
+    if per_expert:
+        tensors, targets = _per_expert(model, modules)
+    else:
+        tensors = {
+            f"{key}.lora_{side.upper()}.weight": _fold(modules[name], side).cpu().contiguous()
+            for name, key in _peft_keys(modules).items()
+            for side in ("a", "b")
+        }
+        targets = _targets(model)
+    _write(folder, tensors, _peft_config(config, str(base_model_path), targets))
 
 
 def from_peft(folder: Path, model: nn.Module) -> LoraConfig:
@@ -145,6 +160,20 @@ def from_peft(folder: Path, model: nn.Module) -> LoraConfig:
     }
     load_adapter_state(model, state)
     return config
+
+
+def _per_expert(
+    model: DsaForCausalLM, modules: Mapping[str, LoRAModule]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, and what the configuration calls them: servers go by the last part of a name."""
+    matrices = split_adapters(model.config, modules)
+    tensors = {
+        f"{_PREFIX}{name}.lora_{side}.weight": tensor
+        for name, pair in matrices.items()
+        for side, tensor in zip("AB", pair, strict=True)
+    }
+    endings = sorted({name.rpartition(".")[2] for name in matrices})
+    return tensors, {"target_modules": endings, "target_parameters": None}
 
 
 def _fold(module: LoRAModule, side: str) -> Tensor:
@@ -203,7 +232,8 @@ def _parameter_name(name: str, module: nn.Module) -> str:
     return name if type(module) is GroupedLinear else f"{name}.weight"
 
 
-def _peft_config(model: nn.Module, config: LoraConfig, base_model_path: str) -> dict[str, Any]:
+def _targets(model: nn.Module) -> dict[str, Any]:
+    """What `peft` is to adapt: modules, and the parameters of routed experts."""
     projections = _projections(model)
     adapted = adapted_modules(model)
     by_module = [
@@ -214,6 +244,15 @@ def _peft_config(model: nn.Module, config: LoraConfig, base_model_path: str) -> 
     ]
     weights = {name: _parameter_name(name, module) for name, module in projections.items()}
     by_parameter = [weights[name] for name in adapted if name not in set(by_module)]
+    return {
+        "target_modules": _shortest(by_module, projections, 1),
+        "target_parameters": _shortest(by_parameter, weights.values(), 2) or None,
+    }
+
+
+def _peft_config(
+    config: LoraConfig, base_model_path: str, targets: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -226,8 +265,7 @@ def _peft_config(model: nn.Module, config: LoraConfig, base_model_path: str) -> 
         "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": None,
-        "target_modules": _shortest(by_module, projections, 1),
-        "target_parameters": _shortest(by_parameter, weights.values(), 2) or None,
+        **targets,
     }
 
 

@@ -12,12 +12,13 @@ import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fullspan.errors import BackendError, ConfigError
+from fullspan.errors import BackendError
+from fullspan.ops.options import OpOptions
 
 logger = logging.getLogger(__name__)
 
@@ -83,34 +84,6 @@ BACKENDS: dict[str, dict[str, Check]] = {
         "reference": _check_reference,
     },
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpOptions:
-    """The [ops] section.
-
-    index_topk, sparse_attention: name of a backend, or "auto" for the first that can run.
-    workspace_bytes: bound on the temporaries of index_topk, and on those of sparse_attention.
-    loss_chunk_rows: rows whose logits over the vocabulary exist at once.
-    deterministic: the same bits on every run. The reference gives them either way.
-    """
-
-    index_topk: str = "auto"
-    sparse_attention: str = "auto"
-    workspace_bytes: int = 1 << 30
-    loss_chunk_rows: int = 1024
-    deterministic: bool = True
-
-    def __post_init__(self) -> None:
-        for op, backends in BACKENDS.items():
-            name = getattr(self, op)
-            if name not in ("auto", *backends):
-                known = ", ".join(("auto", *backends))
-                raise BackendError(f"ops.{op} is {name!r}; it can be one of: {known}")
-        for setting, least in (("workspace_bytes", 1 << 20), ("loss_chunk_rows", 1)):
-            value = getattr(self, setting)
-            if value < least:
-                raise ConfigError(f"ops.{setting} is {value}; it must be at least {least}")
 
 
 def on_first_call(module: str, name: str) -> Callable[..., Any]:

@@ -16,16 +16,14 @@ ranks only, and the attention, which reads index_topk keys whatever the range, n
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from fullspan.errors import ConfigError
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.selection import Selection
 from fullspan.parallel.collectives import all_to_all_rows
+from fullspan.parallel.config import check_choice
+from fullspan.parallel.group import Group
 from fullspan.parallel.sequence import Partition
 from fullspan.shapes import Float, Float32, Int64, Tensor
-
-CHOICES = ("auto", "on", "off")
 
 # What "auto" reckons with.
 SCORING_FLOPS_PER_SECOND = 605e12  # a bf16 index scorer, measured on one H200
@@ -82,14 +80,16 @@ class Trade:
         self,
         query: Float[Tensor, "rows index_heads index_dim"],
         weights: Float32[Tensor, "rows index_heads"],
-        group: dist.ProcessGroup,
+        group: Group,
     ) -> tuple[
         Float[Tensor, "scored index_heads index_dim"], Float32[Tensor, "scored index_heads"]
     ]:
         """The rows that this rank scores. Query and weights of a row travel as one run of bytes."""
         parts = (query.flatten(1), weights)
         packed = [part[self.sent].contiguous().view(torch.uint8) for part in parts]
-        arrived = all_to_all_rows(torch.cat(packed, 1), self.sends, self.receives, group)
+        arrived = all_to_all_rows(
+            torch.cat(packed, 1), self.sends, self.receives, group, "rows of the indexer"
+        )
         widths = [part.shape[1] for part in packed]
         scored = [
             torch.cat([part[self.kept], received.contiguous().view(part.dtype)])
@@ -97,11 +97,11 @@ class Trade:
         ]
         return scored[0].unflatten(1, query.shape[1:]), scored[1]
 
-    def give_back(self, found: Selection, group: dist.ProcessGroup) -> Selection:
+    def give_back(self, found: Selection, group: Group) -> Selection:
         """The selection of every local row, from what this rank and its mirror found."""
         kept = len(self.kept)
         answers = torch.cat([found.ids[kept:], found.counts[kept:, None]], 1)
-        returned = all_to_all_rows(answers, self.receives, self.sends, group)
+        returned = all_to_all_rows(answers, self.receives, self.sends, group, "selections")
         ids = found.ids.new_empty((kept + len(self.sent), found.ids.shape[1]))
         counts = found.counts.new_empty(len(ids))
         ids[self.kept], counts[self.kept] = found.ids[:kept], found.counts[:kept]
@@ -171,14 +171,6 @@ class IndexerBalance:
         near = len(pairs) <= RANKS_PER_NODE
         rate = NVLINK_BYTES_PER_SECOND if near else NETWORK_BYTES_PER_SECOND
         return EXCHANGE_SECONDS + traded * self.row_bytes / rate
-
-
-def check_choice(choice: str) -> None:
-    """Raise ConfigError unless parallel.balance_indexer can be `choice`."""
-    if choice not in CHOICES:
-        raise ConfigError(
-            f"parallel.balance_indexer is {choice!r}: allowed are {', '.join(CHOICES)}"
-        )
 
 
 def _lengths(layout: PackedLayout, rows: Int64[Tensor, "rows"]) -> Int64[Tensor, "rows"]:

@@ -23,7 +23,6 @@ where it is recorded, at the start of the gather, decides what overlaps: the bac
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from fullspan.ops.backend import OpOptions
 from fullspan.ops.index_topk.op import index_topk
@@ -42,6 +41,7 @@ from fullspan.parallel.collectives import (
     sum_over_ranks,
 )
 from fullspan.parallel.expert import ExpertParallel
+from fullspan.parallel.group import Group
 from fullspan.parallel.sequence import Partition
 from fullspan.shapes import Float, Float32, Int64, Tensor
 
@@ -60,7 +60,7 @@ class _AttentionCall:
     scale: float
     value_dim: int
     options: OpOptions
-    group: dist.ProcessGroup
+    group: Group
     order: "GatherOrder | None"
     gradient: _SumInFlight
 
@@ -110,9 +110,11 @@ class _GatheredSparseAttention(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if call.order is not None:
                 grad_gathered = grad_gathered.index_select(0, call.order.gathered)
-            call.gradient.pending = start_reduce_scatter_rows(grad_gathered, call.group)
+            call.gradient.pending = start_reduce_scatter_rows(
+                grad_gathered, call.group, "the latent's gradient"
+            )
             # Stands for the sum in flight: its values are never read, _AwaitGradient replaces it.
-            rows = gathered.shape[0] // dist.get_world_size(call.group)
+            rows = gathered.shape[0] // call.group.size
             placeholder = gathered.new_zeros(()).expand(rows, gathered.shape[1])
         return grad_query, placeholder, None, None, None, None
 
@@ -121,7 +123,7 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum over ranks; the gradients of the ranks' uses of it are summed the same way."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, group: dist.ProcessGroup):
+    def forward(ctx, local: Tensor, group: Group):
         ctx.group = group
         return sum_over_ranks(local, group)
 
@@ -168,7 +170,7 @@ class SequenceContext:
     key_start: Int64[Tensor, "rows"]
     key_end: Int64[Tensor, "rows"]
     experts: ExpertParallel
-    group: dist.ProcessGroup | None = None
+    group: Group | None = None
     order: GatherOrder | None = None
     trade: Trade | None = None
 
@@ -180,7 +182,7 @@ class SequenceContext:
         *,
         experts: ExpertParallel,
         rank: int = 0,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         device: torch.device | None = None,
         balance: IndexerBalance | None = None,
     ) -> "SequenceContext":
@@ -214,11 +216,13 @@ class SequenceContext:
         gradient = _SumInFlight()
         if self.group is not None:
             latent = _AwaitGradient.apply(latent, gradient)
-        return GatheredLatent(latent, start_all_gather_rows(latent, self.group), gradient)
+        return GatheredLatent(
+            latent, start_all_gather_rows(latent, self.group, "the latent"), gradient
+        )
 
     def start_index_gather(self, keys: Float[Tensor, "rows index_dim"]) -> PendingTensor:
         """Begin to send the frozen indexer's keys to every rank; no gradient flows through them."""
-        return start_all_gather_rows(keys.detach(), self.group)
+        return start_all_gather_rows(keys.detach(), self.group, "the indexer's keys")
 
     def select(
         self,

@@ -12,10 +12,10 @@ lives in the Dispatch that `dispatch` returns and is gone with it. On one rank b
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from fullspan.errors import ConfigError
 from fullspan.parallel.collectives import all_to_all_rows
+from fullspan.parallel.group import Group
 from fullspan.shapes import Float, Int64, Tensor
 
 
@@ -23,13 +23,15 @@ class _Exchange(torch.autograd.Function):
     """Rows to other ranks; the gradient of each row comes back the same way."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup):
+    def forward(ctx, rows: Tensor, sent: list[int], received: list[int], group: Group):
         ctx.route = received, sent, group
-        return all_to_all_rows(rows, sent, received, group)
+        return all_to_all_rows(rows, sent, received, group, "rows of experts")
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        return all_to_all_rows(grad_outputs[0].contiguous(), *ctx.route), None, None, None
+        gradient = grad_outputs[0].contiguous()
+        returned = all_to_all_rows(gradient, *ctx.route, what="gradients of rows of experts")
+        return returned, None, None, None
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class ExpertParallel:
     experts: int
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
+    group: Group | None = None
 
     def __post_init__(self) -> None:
         assert (self.group is None) == (self.size == 1), "a group where experts are shared"
@@ -85,7 +87,7 @@ class ExpertParallel:
         # Row r: what goes to the experts of rank r; after the exchange, what came from rank r.
         outgoing = counts.view(self.size, -1)
         even = [1] * self.size
-        incoming = all_to_all_rows(outgoing, even, even, self.group)
+        incoming = all_to_all_rows(outgoing, even, even, self.group, "rows per expert")
         sent, received = torch.stack([outgoing.sum(1), incoming.sum(1)]).tolist()
         arrived = _Exchange.apply(slots, sent, received, self.group)
         order = _by_expert(incoming, sum(received))

@@ -14,73 +14,17 @@ torchrun sets it. DeviceMesh has no public way to see the same ranks in two ways
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullspan.errors import ConfigError, LaunchError
-from fullspan.parallel.balance import check_choice
-from fullspan.parallel.sequence import PARTITIONS
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """The [parallel] section.
-
-    dp              replicas, each with packs of its own
-    cp              ranks that share one pack; 0: all ranks of a replica
-    ep              ranks that share the routed experts
-    partition       which rows of a pack each rank holds
-    shard_weights   spread the other frozen weights over all ranks, and gather them layer by layer
-    balance_indexer   trade rows between mirrored ranks so that their indexers do equal work; auto:
-                    where it saves more time than it takes, by the numbers of balance.py
-    """
-
-    dp: int = 1
-    cp: int = 0
-    ep: int = 1
-    partition: str = "contiguous"
-    shard_weights: bool = False
-    balance_indexer: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name, least in (("dp", 1), ("cp", 0), ("ep", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"parallel.{name} is {getattr(self, name)}: it must be at least {least}"
-                )
-        if self.partition not in PARTITIONS:
-            raise ConfigError(
-                f"parallel.partition is {self.partition!r}: allowed are {', '.join(PARTITIONS)}"
-            )
-        check_choice(self.balance_indexer)
-
-    def resolve_cp(self, world_size: int) -> int:
-        """Ranks that share one pack, among `world_size` ranks.
-
-        Raises:
-            ConfigError: dp, cp and ep do not fit that many ranks.
-        """
-        cp = self.cp or max(world_size // self.dp, 1)
-        if self.dp * cp != world_size:
-            raise ConfigError(
-                f"parallel.dp {self.dp} x parallel.cp {cp} makes {self.dp * cp}, but the run has "
-                f"{world_size} rank{'s' if world_size > 1 else ''}: set parallel.cp (0 takes all "
-                "ranks of a replica), parallel.dp or --nproc-per-node"
-            )
-        if world_size % self.ep or (cp % self.ep and self.ep % cp):
-            raise ConfigError(
-                f"parallel.ep is {self.ep}: it must divide the {world_size} ranks, and divide "
-                f"parallel.cp ({cp}) or be a multiple of it"
-            )
-        return cp
-
-    def pack_multiple(self, world_size: int) -> int:
-        """What the length of a pack must be a multiple of."""
-        return self.resolve_cp(world_size) * PARTITIONS[self.partition]
+from fullspan.errors import LaunchError
+from fullspan.parallel.config import ParallelConfig
+from fullspan.parallel.group import Group
+from fullspan.parallel.watch import Watch, client_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +33,12 @@ class Axis:
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
+    group: Group | None = None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """PyTorch's own, for its checkpoints."""
+        return None if self.group is None else self.group.process_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +49,7 @@ class Mesh:
     dp, cp     the first view above
     replicas, ep   the second; ranks along `replicas` hold the same experts and expert adapters
     experts    the DeviceMesh (replicas, ep) that expert adapters are saved with; None on one rank
+    watch      what every rank is doing
     """
 
     world: Axis
@@ -109,6 +59,7 @@ class Mesh:
     ep: Axis
     device: torch.device
     experts: DeviceMesh | None = None
+    watch: Watch = field(default_factory=Watch)
 
     @classmethod
     def single(cls, device: torch.device) -> "Mesh":
@@ -117,8 +68,12 @@ class Mesh:
         return cls(world=one, dp=one, cp=one, replicas=one, ep=one, device=device)
 
     @classmethod
-    def create(cls, config: ParallelConfig, device: torch.device) -> "Mesh":
+    def create(
+        cls, config: ParallelConfig, device: torch.device, watch: Watch | None = None
+    ) -> "Mesh":
         """Over the ranks of the default process group, or one process where there is none.
+
+        watch: that of this rank; None: without posts.
 
         Raises:
             ConfigError: dp, cp and ep do not fit the ranks.
@@ -127,19 +82,21 @@ class Mesh:
             config.resolve_cp(1)
             return cls.single(device)
         size = dist.get_world_size()
+        watch = watch or Watch(rank=dist.get_rank(), size=size)
         cp = config.resolve_cp(size)
         data = init_device_mesh(device.type, (config.dp, cp), mesh_dim_names=("dp", "cp"))
         experts = init_device_mesh(
             device.type, (size // config.ep, config.ep), mesh_dim_names=("replicas", "ep")
         )
         return cls(
-            world=Axis(rank=dist.get_rank(), size=size, group=dist.group.WORLD),
-            dp=_axis(data, "dp"),
-            cp=_axis(data, "cp"),
-            replicas=_axis(experts, "replicas"),
-            ep=_axis(experts, "ep"),
+            world=Axis(rank=dist.get_rank(), size=size, group=Group(_world(), watch)),
+            dp=_axis(data, "dp", watch),
+            cp=_axis(data, "cp", watch),
+            replicas=_axis(experts, "replicas", watch),
+            ep=_axis(experts, "ep", watch),
             device=device,
             experts=experts,
+            watch=watch,
         )
 
     @property
@@ -167,22 +124,44 @@ def open_mesh(config: ParallelConfig, *, timeout_seconds: float = 600.0) -> Iter
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        store = client_store(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            f"fullspan/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise LaunchError(
             f"rank {rank} of {size} could not join the process group: {reason}"
         ) from None
+    watch = Watch(
+        rank=rank,
+        size=size,
+        store=store,
+        timeout_seconds=timeout_seconds,
+        end_is_sudden=backend == "nccl",
+    )
     try:
-        yield Mesh.create(config, device)
+        with watch:
+            yield Mesh.create(config, device, watch)
     finally:
         dist.destroy_process_group()
 
 
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the process group exists"
+    return world
+
+
+def _axis(mesh: DeviceMesh, name: str, watch: Watch) -> Axis:
     sub = mesh[name]
     if sub.size() == 1:
         return Axis()
-    return Axis(rank=sub.get_local_rank(), size=sub.size(), group=sub.get_group())
+    group = sub.get_group()
+    # DeviceMesh gives its groups PyTorch's 30 minutes whatever the default group was given.
+    group.set_timeout(timedelta(seconds=watch.timeout_seconds))
+    return Axis(rank=sub.get_local_rank(), size=sub.size(), group=Group(group, watch))
 
 
 def _local_device() -> torch.device:

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from fullspan.errors import LayoutError
+from fullspan.parallel.config import PARTITIONS
 from fullspan.shapes import Int64, Tensor
-
-# Mode: equal chunks of the pack for each rank.
-PARTITIONS = {"contiguous": 1, "zigzag": 2}
 
 
 @dataclass(frozen=True, kw_only=True)

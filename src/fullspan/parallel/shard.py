@@ -10,9 +10,10 @@ The weights are handed to the module for the one call (`torch.func.functional_ca
 itself keeps parameters without storage. Autograd graphs hold what they need of a gathered unit, and
 with recompute that is never longer than the unit's own backward pass.
 
-FSDP2 is not used: it wants one dtype in a unit, where FP8 weights, their scales and a float32
-router live together; and it is built around gradients, of which frozen weights have none. Routed
-experts are not here but in expert.py: they are never gathered.
+FSDP2 is not used. It shards every parameter along dim 0, so that a gathered unit has to be copied
+out into a second buffer; its hooks expect the backward pass of a module where here is one autograd
+node that calls the layer again; and it is built around gradients, of which frozen weights have
+none. Routed experts are not here but in expert.py: they are never gathered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +22,12 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
 from fullspan.models.common.weights import WeightStore
 from fullspan.parallel.collectives import PendingTensor, start_all_gather_rows
+from fullspan.parallel.group import Group
 from fullspan.shapes import Tensor
 
 # Every tensor starts at a multiple of this many bytes, which every dtype's size divides.
@@ -107,7 +108,7 @@ class ShardedWeights(WeightStore):
         self,
         units: Sequence[FlatUnit],
         parameters: Sequence[Mapping[str, nn.Parameter]],
-        group: dist.ProcessGroup | None,
+        group: Group | None,
     ) -> None:
         self.units = units
         self._parameters = parameters
@@ -132,7 +133,9 @@ class ShardedWeights(WeightStore):
         return functional_call(module, {names[n]: view for n, view in views.items()}, args)
 
     def _start(self, unit: int) -> PendingTensor:
-        return start_all_gather_rows(self.units[unit].shard, self._group)
+        return start_all_gather_rows(
+            self.units[unit].shard, self._group, f"frozen weights, unit {unit}"
+        )
 
     def _module_names(self, unit: int, module: nn.Module) -> dict[str, str]:
         """Names inside the module now: adapters that wrap a projection lengthen them."""

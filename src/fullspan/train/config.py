@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from fullspan import settings
-from fullspan.checkpoint.resume import CheckpointConfig
+from fullspan.checkpoint.config import CheckpointConfig
 from fullspan.data.config import DataConfig
 from fullspan.errors import ConfigError
-from fullspan.lora.inject import LoraConfig
-from fullspan.ops.backend import OpOptions
-from fullspan.parallel.mesh import ParallelConfig
-from fullspan.train.optim import OptimConfig
+from fullspan.lora.config import LoraConfig
+from fullspan.ops.options import OpOptions
+from fullspan.parallel.config import ParallelConfig
+from fullspan.train.schedule import OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True)

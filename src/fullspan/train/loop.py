@@ -23,8 +23,10 @@ import torch
 
 from fullspan.checkpoint.adapter import write_adapter
 from fullspan.checkpoint.resume import FOLDER
+from fullspan.errors import TrainingError
 from fullspan.parallel.collectives import all_reduce_sum
 from fullspan.parallel.mesh import Mesh, open_mesh
+from fullspan.planning.report import explain_out_of_memory
 from fullspan.train.config import RunConfig
 from fullspan.train.metrics import (
     METRICS_FILE,
@@ -56,13 +58,29 @@ def train(config: RunConfig) -> int:
 
 
 def train_on(config: RunConfig, mesh: Mesh) -> int:
-    """`train` where the ranks have met already."""
+    """`train` where the ranks have met already.
+
+    Raises:
+        TrainingError: the GPU's memory ran out; it names the plan's largest items.
+    """
     console = Console(first_rank=mesh.is_main)
-    run = _Run(config, mesh, console, prepare(config, mesh, console))
     try:
-        return run.run()
-    finally:
-        run.close()
+        run = _Run(config, mesh, console, prepare(config, mesh, console))
+        try:
+            return run.run()
+        finally:
+            run.close()
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(_out_of_memory(config, mesh, error)) from error
+
+
+def _out_of_memory(config: RunConfig, mesh: Mesh, error: torch.OutOfMemoryError) -> str:
+    """What was asked for, and what the plan of the run says takes the memory."""
+    capacity = None
+    if mesh.device.type == "cuda":
+        capacity = torch.cuda.get_device_properties(mesh.device).total_memory
+    plan = explain_out_of_memory(config, mesh.world.size, capacity=capacity)
+    return f"the GPU's memory ran out ({str(error).splitlines()[0]}): {plan}"
 
 
 class _Run:
@@ -154,7 +172,7 @@ class _Run:
         memory = torch.zeros(self.mesh.world.size, device=self.mesh.device)
         signals[self.mesh.world.rank] = number
         memory[self.mesh.world.rank] = peak_memory(self.mesh.device).bytes
-        all_reduce_sum([signals, memory], self.mesh.world.group)
+        all_reduce_sum([signals, memory], self.mesh.world.group, "signals and memory")
         return int(signals.max()), int(memory.max())
 
     def _evaluation_is_missing(self) -> bool:
@@ -167,7 +185,7 @@ class _Run:
         due = step in (0, self.config.train.steps) or _is_due(step, self.config.train.eval_every)
         here = self.metrics is not None and not self.metrics.has_evaluation(step)
         answer = torch.tensor([float(due and here)], device=self.mesh.device)
-        all_reduce_sum([answer], self.mesh.world.group)
+        all_reduce_sum([answer], self.mesh.world.group, "whether to evaluate")
         return bool(answer.item())
 
     def _evaluate(self) -> None:

@@ -219,6 +219,7 @@ class Session:
             loss_fn.count(pack) if isinstance(loss_fn, Loss) else pack.trained_tokens
             for pack in packs
         )
+        self.mesh.watch.begin(f"step {self.finished_steps + 1}")
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for pack in self._share(packs):
             microbatch = self.place(pack)
@@ -239,7 +240,7 @@ class Session:
             everywhere = [p for n, p in self.adapters.items() if n not in self._sharded]
             all_reduce_gradients(everywhere, self.mesh.world.group)
             shards = [p for n, p in self.adapters.items() if n in self._sharded]
-            all_reduce_gradients(shards, self.mesh.replicas.group)
+            all_reduce_gradients(shards, self.mesh.replicas.group, "the experts' gradients")
             self._reduced = True
         return {name: p.grad for name, p in self.adapters.items() if p.grad is not None}
 
@@ -275,6 +276,7 @@ class Session:
         trained = sum(pack.trained_tokens for pack in packs)
         if not trained:
             raise DataError("the evaluation packs have no trained token (setting data.eval_path)")
+        self.mesh.watch.begin(f"the evaluation after step {self.finished_steps}")
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for pack in self._share(packs):
             total += self.forward(self.place(pack)).sum(dtype=torch.float64)
@@ -290,15 +292,17 @@ class Session:
     ) -> Path:
         """Writes a checkpoint `folder`/step-N that `load` continues from exactly; see
         `fullspan.checkpoint.resume.save_checkpoint`."""
-        return save_checkpoint(
-            folder,
-            step=self.finished_steps,
-            tensors=self._state_tensors(),
-            loader=loader or {},
-            fingerprint=fingerprint or {},
-            keep_last=keep_last,
-            group=self.mesh.world.group,
-        )
+        self.mesh.watch.begin(f"the checkpoint of step {self.finished_steps}")
+        with self.mesh.watch.exchange("the writing of a checkpoint"):
+            return save_checkpoint(
+                folder,
+                step=self.finished_steps,
+                tensors=self._state_tensors(),
+                loader=loader or {},
+                fingerprint=fingerprint or {},
+                keep_last=keep_last,
+                group=self.mesh.world.process_group,
+            )
 
     def load(self, path: Path) -> Header:
         """Restores adapters, optimizer, step and random states from a checkpoint of `save`.
@@ -307,7 +311,8 @@ class Session:
             CheckpointError: it does not fit or is damaged. Nothing was changed.
         """
         header = read_header(path)
-        loaded = load_checkpoint(path, self._state_tensors(), self.mesh.world.group)
+        with self.mesh.watch.exchange("the reading of a checkpoint"):
+            loaded = load_checkpoint(path, self._state_tensors(), self.mesh.world.process_group)
         tensors = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in loaded.items()}
         moments = {n.removeprefix("optim."): t for n, t in tensors.items() if n[:6] == "optim."}
         with torch.no_grad():
@@ -344,12 +349,12 @@ class Session:
         if not self._sharded:
             return self.optimizer.gradient_norm()
         experts = self.optimizer.gradient_norm(self._sharded).square()
-        all_reduce_sum([experts], self.mesh.ep.group)
+        all_reduce_sum([experts], self.mesh.ep.group, "the gradient norm")
         others = self.optimizer.gradient_norm(self.adapters.keys() - self._sharded)
         return (others.square() + experts).sqrt()
 
     def _result(self, total: Tensor, packs: Sequence[Pack], count: float) -> StepResult:
-        all_reduce_sum([total], self.mesh.world.group)
+        all_reduce_sum([total], self.mesh.world.group, "the loss")
         loss = float(total) / (count or 1)
         if not math.isfinite(loss):
             self.zero_grad()

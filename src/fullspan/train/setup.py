@@ -97,7 +97,11 @@ def open_session(config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
     Raises:
         FullspanError: the model folder, the adapters' targets or the ranks do not fit.
     """
-    model = _load(config, mesh)
+    return adapt(_load(config, mesh), config, mesh)
+
+
+def adapt(model: DsaForCausalLM, config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
+    """`open_session` on a model that is there already."""
     adapted = inject(model, config.lora)
     session = Session(
         model,
@@ -162,7 +166,8 @@ def _start(
 ) -> tuple[Path | None, Header | None]:
     """The checkpoint to resume from, checked against the settings."""
     folder = Path(config.train.output_dir)
-    path, remarks = find_checkpoint(config.checkpoint, folder, mesh.world.group)
+    with mesh.watch.exchange("the choice of a checkpoint"):
+        path, remarks = find_checkpoint(config.checkpoint, folder, mesh.world.process_group)
     for remark in remarks:
         console.print(remark)
     if path is None:

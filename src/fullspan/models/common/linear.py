@@ -3,22 +3,31 @@
 Nothing here is trained, so nothing here draws an initial value (a checkpoint fills the weights) and
 a backward pass computes the gradient of the input only. Adapters wrap these modules from outside
 (lora/layers.py) and share `grouped_linear`, which also gives the gradient of the weights where they
-ask for one. No bias: no supported family has one. Quantised weights and expert parallelism are not
-here.
+ask for one. No bias: no supported family has one. Weights may be FP8 with block scales (frozen.py);
+experts of those are dequantised a bounded number at a time. Expert parallelism is not here.
 """
 
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fullspan.errors import LayoutError
+from fullspan.models.common.frozen import (
+    BlockLayout,
+    FrozenProjection,
+    FrozenWeight,
+    LinearMap,
+    frozen_product,
+)
+from fullspan.ops.fp8.op import E4M3
 from fullspan.shapes import Float, Int64, Tensor
 
+_ROWS = LinearMap(F.linear, torch.matmul)  # x W^T, whose adjoint is grad W
 
-class Linear(nn.Module):
+
+class Linear(FrozenProjection):
     """y = x W^T with a frozen weight [out, in] and no bias."""
 
     def __init__(
@@ -29,20 +38,18 @@ class Linear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(out_features, in_features, dtype=dtype, device=device)
         self.in_features = in_features
         self.out_features = out_features
-        empty = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self.weight = nn.Parameter(empty, requires_grad=False)
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        return F.linear(x, self.weight)
+        return frozen_product(x, self.frozen, _ROWS)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}"
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(FrozenProjection):
     """One frozen matrix per expert, weight [held experts, out, in]; y = x W_e^T for e's slots.
 
     held: which of the model's `experts` are here; None: all of them.
@@ -58,19 +65,18 @@ class GroupedLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
+        held = range(experts) if held is None else held
+        super().__init__(len(held), out_features, in_features, dtype=dtype, device=device)
         self.experts = experts
-        self.held = range(experts) if held is None else held
+        self.held = held
         self.in_features = in_features
         self.out_features = out_features
-        empty = torch.empty(len(self.held), out_features, in_features, dtype=dtype, device=device)
-        self.weight = nn.Parameter(empty, requires_grad=False)
 
     def forward(
         self, x: Float[Tensor, "slots in"], counts: Int64[Tensor, "experts"]
     ) -> Float[Tensor, "slots out"]:
         """x: slots sorted by expert; counts: slots of each expert, summing to the slots of x."""
-        return grouped_linear(x, self.weight, counts)
+        return _grouped(x, self.frozen, counts)
 
     def extra_repr(self) -> str:
         held = f"experts={len(self.held)} of {self.experts}"
@@ -90,45 +96,90 @@ def grouped_linear(
     asked for. Raises LayoutError where counts do not sum to the number of slots (checked on the CPU
     only: on a GPU the check would wait for the device).
     """
+    return _grouped(x, FrozenWeight(weight, None, None), counts)
+
+
+def _grouped(x: Tensor, weight: FrozenWeight, counts: Tensor) -> Tensor:
     if not counts.is_cuda and int(counts.sum()) != x.shape[0]:
         raise LayoutError(
             f"{x.shape[0]} slots, but the experts' counts sum to {int(counts.sum())}; must be equal"
         )
-    return _GroupedLinear.apply(x, weight, counts)
+    return _GroupedLinear.apply(x, *weight, counts)
 
 
 class _GroupedLinear(torch.autograd.Function):
     """Autograd through a loop would add up one full-size weight gradient for every expert."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        scale: Tensor | None,
+        layout: BlockLayout | None,
+        counts: Tensor,
+    ) -> Tensor:
         # x is needed for the weight gradient only: a frozen weight keeps no activation alive.
-        inputs = (x,) if weight.requires_grad else ()
-        ctx.save_for_backward(weight, counts, *inputs)
-        return _grouped_mm(x, weight, counts)
+        ctx.save_for_backward(values, scale, counts, x if values.requires_grad else None)
+        ctx.layout = layout
+        return _grouped_mm(x, FrozenWeight(values, scale, layout), counts)
 
     @staticmethod
     @once_differentiable  # which hides the parameters' names from pyright
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (grad,) = grads
-        weight, counts, *inputs = ctx.saved_tensors
-        want_x, want_weight, _ = ctx.needs_input_grad
-        grad_x = _grouped_mm(grad, weight.transpose(1, 2), counts) if want_x else None
-        grad_weight = _grouped_outer(grad, inputs[0], counts) if want_weight else None
-        return grad_x, grad_weight, None
+        values, scale, counts, x = ctx.saved_tensors
+        weight = FrozenWeight(values, scale, ctx.layout)
+        want_x, want_weight, *_ = ctx.needs_input_grad
+        grad_x = _grouped_mm(grad, weight, counts, adjoint=True) if want_x else None
+        grad_weight = _grouped_outer(grad, x, counts) if want_weight else None
+        return grad_x, grad_weight, None, None, None
 
 
-def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """[slots, in], [experts, out, in] -> [slots, out]."""
-    if _fused(x, weight):
-        offsets = counts.cumsum(0).to(torch.int32)
-        return F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=offsets)
-    out = x.new_empty(x.shape[0], weight.shape[1])
+def _grouped_mm(
+    x: Tensor, weight: FrozenWeight, counts: Tensor, *, adjoint: bool = False
+) -> Tensor:
+    """[slots, in], [experts, out, in] -> [slots, out]; adjoint: [slots, out] -> [slots, in]."""
+    if _fused(x, weight.values):
+        return _fused_mm(x, weight, counts, adjoint)
+    out = x.new_empty(x.shape[0], weight.values.shape[2 if adjoint else 1])
+    space = None if weight.scale is None else x.new_empty(weight.values.shape[1:])
     for expert, start, end in _spans(counts):
-        torch.mm(x[start:end], weight[expert].t(), out=out[start:end])
+        matrix = weight.experts(expert).dense(x.dtype, space)
+        torch.mm(x[start:end], matrix if adjoint else matrix.t(), out=out[start:end])
     return out
+
+
+def _fused_mm(x: Tensor, weight: FrozenWeight, counts: Tensor, adjoint: bool) -> Tensor:
+    """One kernel for all experts, or one for as many FP8 experts as the workspace holds. More than
+    one such group needs the counts on the host.
+    """
+    experts, out_width, in_width = weight.values.shape
+    group = experts
+    if weight.layout is not None:
+        held = weight.layout.workspace_bytes // (out_width * in_width * x.dtype.itemsize)
+        group = max(1, min(experts, held))
+    if group == experts:
+        return _one_kernel(x, weight.dense(x.dtype), counts, adjoint)
+    out = x.new_empty(x.shape[0], in_width if adjoint else out_width)
+    space = x.new_empty(group, out_width, in_width)
+    start = 0
+    for first, slots in enumerate(counts.split(group)):
+        chosen = slice(first * group, first * group + len(slots))
+        end = start + int(slots.sum())
+        if start < end:
+            dense = weight.experts(chosen).dense(x.dtype, space[: len(slots)])
+            out[start:end] = _one_kernel(x[start:end], dense, slots, adjoint)
+        start = end
+    return out
+
+
+def _one_kernel(x: Tensor, dense: Tensor, counts: Tensor, adjoint: bool) -> Tensor:
+    offsets = counts.cumsum(0).to(torch.int32)
+    matrices = dense if adjoint else dense.transpose(1, 2)
+    return F.grouped_mm(x.contiguous(), matrices, offs=offsets)
 
 
 def _grouped_outer(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
@@ -154,7 +205,8 @@ def _spans(counts: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _fused(*operands: Tensor) -> bool:
-    """Whether grouped_mm takes these: bf16 on CUDA, widths that are multiples of 16 bytes.
+    """Whether grouped_mm takes these: bf16 on CUDA (or FP8, which becomes it), widths that are
+    multiples of 16 bytes.
 
     It is one kernel and never waits for the device; the loop (a CPU, fp32, a LoRA rank that is no
     multiple of 8) copies the counts to the host first. Both give the same result up to the order of
@@ -162,7 +214,7 @@ def _fused(*operands: Tensor) -> bool:
     """
     return all(
         operand.is_cuda
-        and operand.dtype is torch.bfloat16
+        and operand.dtype in (torch.bfloat16, E4M3)
         and operand.shape[0] > 0
         and all(size % 8 == 0 for size in operand.shape[1:])
         for operand in operands

@@ -76,6 +76,7 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, experts: int, held: range, hidden: int, intermediate: int) -> None:
         super().__init__()
+        self.intermediate = intermediate
         self.gate_up_proj = GroupedLinear(experts, hidden, 2 * intermediate, held=held)
         self.down_proj = GroupedLinear(experts, intermediate, hidden, held=held)
 
@@ -90,10 +91,20 @@ class GroupedExperts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Routed experts plus the shared expert. Padding rows are computed like any other: nothing
     depends on them.
+
+    workspace_bytes: rows go to the experts in chunks whose slots stay below it, if they were even.
     """
 
-    def __init__(self, router: Router, experts: GroupedExperts, shared_experts: GatedMLP) -> None:
+    def __init__(
+        self,
+        router: Router,
+        experts: GroupedExperts,
+        shared_experts: GatedMLP,
+        *,
+        workspace_bytes: int,
+    ) -> None:
         super().__init__()
+        self.workspace_bytes = workspace_bytes
         self.gate = router
         self.experts = experts
         self.shared_experts = shared_experts
@@ -107,10 +118,27 @@ class MixtureOfExperts(nn.Module):
         self, x: Float[Tensor, "rows hidden"], parallel: ExpertParallel
     ) -> Float[Tensor, "rows hidden"]:
         routing = self.gate(x)
+        # As many chunks on every rank: all hold as many rows.
+        rows = self._chunk_rows(x)
+        parts = zip(x.split(rows), routing.experts.split(rows), routing.weights.split(rows))
+        out = [self._exchanged(part, Routing(*chosen), parallel) for part, *chosen in parts]
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _chunk_rows(self, x: Float[Tensor, "rows hidden"]) -> int:
+        """A row's slots are held sorted, received and sorted again, and as outputs; between the
+        two projections as gate, up and their product."""
+        hidden = x.shape[1]
+        slot_bytes = (4 * hidden + 3 * self.experts.intermediate) * x.element_size()
+        return max(1, self.workspace_bytes // (self.gate.chosen * slot_bytes))
+
+    def _exchanged(
+        self, x: Float[Tensor, "rows hidden"], routing: Routing, parallel: ExpertParallel
+    ) -> Float[Tensor, "rows hidden"]:
         chosen = routing.experts.shape[1]
-        # Slot -> (row, choice), sorted by expert.
-        order = routing.experts.flatten().argsort(stable=True)
-        counts = torch.bincount(routing.experts.flatten(), minlength=parallel.experts)
+        # Slot -> (row, choice), sorted by expert. Not bincount: on a GPU it asks the host twice.
+        expert, order = routing.experts.flatten().sort(stable=True)
+        ends = torch.arange(parallel.experts + 1, device=expert.device)
+        counts = torch.searchsorted(expert, ends).diff()
         dispatch = parallel.dispatch(x[order // chosen], counts)
         out = parallel.combine(self.experts(dispatch.rows, dispatch.counts), dispatch)
         back = torch.empty_like(order)

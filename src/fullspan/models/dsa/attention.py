@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fullspan.models.common.frozen import FrozenProjection, LinearMap, frozen_product
 from fullspan.models.common.linear import Linear
 from fullspan.models.common.norm import LayerNorm, RMSNorm
 from fullspan.models.dsa.config import DsaConfig
@@ -36,15 +37,14 @@ class Angles(NamedTuple):
     sin: Float32[Tensor, "rows half"]
 
 
-class KVUpProjection(nn.Module):
+class KVUpProjection(FrozenProjection):
     """kv_b_proj [heads * (nope + value), latent], used in halves: its key half on queries, its
     value half on outputs.
     """
 
     def __init__(self, heads: int, nope: int, value: int, latent: int) -> None:
-        super().__init__()
+        super().__init__(heads * (nope + value), latent)
         self.heads, self.nope, self.value = heads, nope, value
-        self.weight = nn.Parameter(torch.empty(heads * (nope + value), latent), requires_grad=False)
 
     def split(self, rows: Float[Tensor, "out width"]) -> tuple[Tensor, Tensor]:
         """Views of the key half [heads, nope, width] and the value half [heads, value, width] of a
@@ -57,15 +57,28 @@ class KVUpProjection(nn.Module):
         self, query: Float[Tensor, "rows heads nope"]
     ) -> Float[Tensor, "rows heads latent"]:
         """W_k[h]^T q for every head."""
-        key, _ = self.split(self.weight)
-        return torch.bmm(query.transpose(0, 1), key).transpose(0, 1)
+        return frozen_product(query, self.frozen, self._by_head(0, transposed=False))
 
     def project_value(
         self, out: Float[Tensor, "rows heads latent"]
     ) -> Float[Tensor, "rows heads value"]:
         """W_v[h] o for every head."""
-        _, value = self.split(self.weight)
-        return torch.bmm(out.transpose(0, 1), value.transpose(1, 2)).transpose(0, 1)
+        return frozen_product(out, self.frozen, self._by_head(1, transposed=True))
+
+    def _by_head(self, half: int, *, transposed: bool) -> LinearMap:
+        """x[:, h] W[h] for every head, or W[h]^T. Heads are no whole number of FP8 blocks, so each
+        half dequantises both.
+        """
+        return LinearMap(
+            lambda x, weight: _times_heads(x, self.split(weight)[half], transposed),
+            lambda grad, weight: _times_heads(grad, self.split(weight)[half], not transposed),
+        )
+
+
+def _times_heads(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """[rows, heads, in], [heads, in, out] or transposed -> [rows, heads, out]."""
+    weight = weight.transpose(1, 2) if transposed else weight
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
 class Indexer(nn.Module):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fullspan.errors import CheckpointError, ConfigError
-from fullspan.ops.rope.op import Yarn, yarn_mscale
+from fullspan.ops.rope.yarn import Yarn, yarn_mscale
 
 # Fields without influence on what is computed here (bookkeeping, inference, initialisation, MTP,
 # Hugging Face's own).

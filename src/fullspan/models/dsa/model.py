@@ -35,7 +35,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = SparseLatentAttention(config, layer, options)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = _experts(config, experts) if self.sparse else _dense(config)
+        self.mlp = _experts(config, options, experts) if self.sparse else _dense(config)
 
     def forward(
         self,
@@ -172,7 +172,7 @@ def _dense(config: DsaConfig) -> GatedMLP:
     return GatedMLP(config.hidden_size, config.intermediate_size)
 
 
-def _experts(config: DsaConfig, held: range) -> MixtureOfExperts:
+def _experts(config: DsaConfig, options: OpOptions, held: range) -> MixtureOfExperts:
     router = Router(
         config.hidden_size,
         config.n_routed_experts,
@@ -186,4 +186,4 @@ def _experts(config: DsaConfig, held: range) -> MixtureOfExperts:
         config.n_routed_experts, held, config.hidden_size, config.moe_intermediate_size
     )
     shared = GatedMLP(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts)
-    return MixtureOfExperts(router, experts, shared)
+    return MixtureOfExperts(router, experts, shared, workspace_bytes=options.workspace_bytes)

@@ -52,7 +52,7 @@ class Tiles:
     partial: tuple[int, int]
 
 
-# by shared memory that a block can have: 227 KiB (sm_90; sm_100, where a pipeline takes more of it),
+# by shared memory that a block can have: 227 KiB (sm_90; sm_100, where a pipeline takes more),
 # 163 KiB (sm_80), 99 KiB (sm_86, sm_89, sm_120). Measured on sm_90 alone.
 LARGE = Tiles(heads=64, keys=64, columns=256, forward=(2, 8), dquery=(1, 8), partial=(3, 8))
 LARGE_SM100 = Tiles(heads=64, keys=64, columns=256, forward=(1, 8), dquery=(1, 8), partial=(3, 8))

@@ -1,0 +1,1 @@
+"""Block-scaled FP8 weights to and from floating point."""

@@ -1,0 +1,42 @@
+"""The [ops] section and the names that it can use. Imports no torch.
+
+Which backend can run, and why not, is known by the registry in backend.py, whose keys these are.
+"""
+
+from dataclasses import dataclass
+
+from fullspan.errors import BackendError, ConfigError
+
+# As in backend.BACKENDS, in the order in which "auto" tries them.
+BACKEND_NAMES = {
+    "index_topk": ("hopper", "triton", "reference"),
+    "sparse_attention": ("hopper", "triton", "reference"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpOptions:
+    """The [ops] section.
+
+    index_topk, sparse_attention: name of a backend, or "auto" for the first that can run.
+    workspace_bytes: bound on the temporaries of index_topk, and on those of sparse_attention.
+    loss_chunk_rows: rows whose logits over the vocabulary exist at once.
+    deterministic: the same bits on every run. The reference gives them either way.
+    """
+
+    index_topk: str = "auto"
+    sparse_attention: str = "auto"
+    workspace_bytes: int = 1 << 30
+    loss_chunk_rows: int = 1024
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        for op, backends in BACKEND_NAMES.items():
+            name = getattr(self, op)
+            if name not in ("auto", *backends):
+                known = ", ".join(("auto", *backends))
+                raise BackendError(f"ops.{op} is {name!r}; it can be one of: {known}")
+        for setting, least in (("workspace_bytes", 1 << 20), ("loss_chunk_rows", 1)):
+            value = getattr(self, setting)
+            if value < least:
+                raise ConfigError(f"ops.{setting} is {value}; it must be at least {least}")

@@ -1,0 +1,63 @@
+"""Which splits of the ranks are compared: every mix of the given sizes that fits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from fullspan.errors import ConfigError
+from fullspan.train.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The sizes of ParallelConfig, and the partition of a pack."""
+
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    partition: str = "contiguous"
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.cp
+
+    def __str__(self) -> str:
+        sizes = {"dp": self.dp, "cp": self.cp, "ep": self.ep}
+        words = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "cp"]
+        return " ".join([*words, self.partition] if self.partition != "contiguous" else words)
+
+    def apply(self, config: RunConfig) -> RunConfig:
+        """`config` on these ranks. Raises ConfigError where its packs cannot be shared by them."""
+        parallel = replace(
+            config.parallel, dp=self.dp, cp=self.cp, ep=self.ep, partition=self.partition
+        )
+        changed = replace(config, parallel=parallel)
+        changed.check_ranks(self.ranks)
+        return changed
+
+
+def every_split(
+    *, dp: Sequence[int], cp: Sequence[int], ep: Sequence[int], partition: Sequence[str]
+) -> list[Split]:
+    """Every mix, the first of each first; it is what the others are compared with.
+
+    Left out are mixes whose ep does not fit their ranks, and a partition of one rank that differs
+    in name only. Raises ConfigError where there is nothing to compare.
+    """
+    for name, sizes in (("dp", dp), ("cp", cp), ("ep", ep)):
+        if not sizes or min(sizes) < 1:
+            raise ConfigError(f"--{name}: got {list(sizes)}: sizes must be at least 1")
+    splits: dict[Split, None] = {}
+    for mode, replicas, sequence, experts in product(partition, dp, cp, ep):
+        world = replicas * sequence
+        if world % experts or (sequence % experts and experts % sequence):
+            continue
+        mode = mode if sequence > 1 else partition[0]
+        splits.setdefault(Split(dp=replicas, cp=sequence, ep=experts, partition=mode))
+    if len(splits) < 2:
+        raise ConfigError(
+            f"nothing to compare: --dp {dp}, --cp {cp}, --ep {ep} and --partition {partition} give "
+            f"{len(splits)} split(s) that fit (ep must divide dp x cp, and divide cp or be a "
+            "multiple of it); two are needed"
+        )
+    return list(splits)

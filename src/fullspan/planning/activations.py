@@ -1,0 +1,289 @@
+"""What one layer holds while it runs, term by term as models/dsa and models/common allocate it.
+
+Three things are counted, for the rows of one rank:
+
+    kept       what lives from the forward to the backward pass of a layer: its input and selection
+               with recompute, all of `saved` without
+    saved      what autograd keeps between a layer's (second) forward and its backward
+    moments    what exists beside `saved` at the places where a layer peaks
+
+A row's widths are in elements; `wide` is float32. A norm keeps a float32 copy of its input unless
+the input is float32 itself. An adapter keeps its input and its low-rank product.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fullspan.planning.case import Case
+from fullspan.planning.model_cost import Adapter
+
+WIDE, LONG, INT = 4, 8, 4
+STREAMS = "residual stream and gradient"
+
+Bytes = Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of a case. adapted: its adapters by their module's name inside the layer."""
+
+    case: Case
+    number: int
+    adapted: Mapping[str, Adapter]
+
+    @classmethod
+    def all(cls, case: Case) -> "list[Layer]":
+        """Every layer of the model, in its order."""
+        here: list[dict[str, Adapter]] = [{} for _ in range(case.model.num_hidden_layers)]
+        for adapter in case.adapters:
+            here[adapter.layer][adapter.module.split(".", 3)[3]] = adapter
+        return [cls(case=case, number=n, adapted=adapted) for n, adapted in enumerate(here)]
+
+    @property
+    def full(self) -> bool:
+        return self.case.model.indexer_types[self.number] == "full"
+
+    @property
+    def sparse(self) -> bool:
+        return self.case.model.mlp_layer_types[self.number] == "sparse"
+
+    def has(self, *modules: str) -> bool:
+        """Whether one of the modules has an adapter."""
+        return any(module in self.adapted for module in modules)
+
+    def lows(self, *modules: str) -> int:
+        """Elements a row of the low-rank products that plain adapters keep."""
+        return self.case.run.lora.r * sum(self.has(module) for module in modules)
+
+    # ------------------------------------------------------------------------------ kept
+
+    def selection(self) -> int:
+        """ids and counts that a full layer makes (ops/selection.py): rows x (topk + 1) int32."""
+        return self.case.rows * (self.case.model.index_topk + 1) * INT
+
+    def input(self) -> int:
+        """The layer's input: rows x hidden (anchors: "saved layer inputs")."""
+        return self.case.rows * self.case.model.hidden_size * self.case.item
+
+    # ----------------------------------------------------------------------------- saved
+
+    def _norm(self, width: int) -> int:
+        """A row's bytes that RMSNorm keeps (models/common/norm.py): the float32 copy and 1/rms."""
+        return (width * WIDE if self.case.item != WIDE else 0) + WIDE
+
+    def saved_attention(self) -> Bytes:
+        """By item. models/dsa/attention.py, parallel/context.py, lora/layers.py."""
+        case, model, item = self.case, self.case.model, self.case.item
+        hidden, q_latent, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
+        heads, qk = model.num_attention_heads, latent + model.qk_rope_head_dim
+        narrow = item != WIDE
+        q_a, q_b, kv_a, kv_b, out = (
+            f"self_attn.{name}"
+            for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+        )
+        per_head = case.run.lora.r * heads * 2 if self.has(kv_b) else 0
+        row = {
+            "norms": self._norm(hidden) + self._norm(q_latent) + self._norm(latent),
+            # What the norms read: in float32 they keep it in place of a copy.
+            "q latent": item * q_latent * (self.has(q_b) + (0 if narrow else 1)),
+            "kv latent": 0 if narrow else item * qk,
+            "normed input": item * hidden if self.has(q_a, kv_a) else 0,
+            "query": item * heads * model.qk_head_dim if self.has(kv_b) else 0,
+            "absorbed query": item * heads * qk,
+            "attention output and lse": heads * (latent * item + WIDE),
+            "o_proj input": item * heads * model.v_head_dim if self.has(out) else 0,
+            "LoRA": item * (self.lows(q_a, q_b, kv_a, out) + per_head),
+        }
+        found = {name: case.rows * size for name, size in row.items()}
+        return {**found, "gathered latent": case.pack * qk * item}
+
+    def saved_mlp(self) -> Bytes:
+        """By item. models/common/{mlp,moe,linear}.py, parallel/expert.py."""
+        case, model, item = self.case, self.case.model, self.case.item
+        hidden = model.hidden_size
+        narrow = item != WIDE
+        row = {"norms": self._norm(hidden) + (0 if narrow else item * hidden)}
+        gate, up, down = (
+            f"mlp.{'shared_experts.' if self.sparse else ''}{name}"
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        inner = model.intermediate_size
+        if self.sparse:
+            inner = model.moe_intermediate_size * model.n_shared_experts
+        row["normed input"] = item * hidden if self.has(gate, up) else 0
+        row["MLP intermediates"] = item * inner * (3 + self.has(down))
+        row["LoRA"] = item * self.lows(gate, up, down)
+        found = {name: case.rows * size for name, size in row.items()}
+        return {**found, **self._saved_experts()} if self.sparse else found
+
+    def _saved_experts(self) -> Bytes:
+        case, model, item = self.case, self.case.model, self.case.item
+        inner, hidden, chosen = (
+            model.moe_intermediate_size,
+            model.hidden_size,
+            model.num_experts_per_tok,
+        )
+        gate_up, down = (self.has(f"mlp.experts.{n}") for n in ("gate_up_proj", "down_proj"))
+        slots = case.busiest_slots
+        # scores, chosen experts (int64), their scores and the sum of them, the weights as applied;
+        # then the places of rows and slots (int64), and the slots of each expert.
+        normalised = chosen + 1 if model.norm_topk_prob else 0
+        router = (model.n_routed_experts + normalised) * WIDE + chosen * (LONG + item)
+        places = 2 * case.slots * LONG + (2 * slots * LONG if case.ep > 1 else 0)
+        places += model.n_routed_experts // case.ep * LONG
+        return {
+            "router": case.rows * router + places,
+            "expert rows in": slots * hidden * item if gate_up else 0,
+            "expert intermediates": slots * inner * item * (3 + down),
+            "expert rows out": case.slots * hidden * item,
+            "expert LoRA": slots * case.run.lora.r * item * (gate_up + down),
+        }
+
+    def adapter_casts(self) -> int:
+        """Adapters in the dtype of the activations, one copy for each use of a matrix: kv_b_proj's
+        are used on both sides of the attention (lora/layers.py)."""
+        case = self.case
+        if case.item == WIDE:
+            return 0
+        return sum(
+            a.numel // (case.ep if a.routed else 1) * case.item * (1 + name.endswith("kv_b_proj"))
+            for name, a in self.adapted.items()
+        )
+
+    def saved(self) -> int:
+        """All of it, the input and selection aside."""
+        parts = (*self.saved_attention().values(), *self.saved_mlp().values())
+        return sum(parts) + self.adapter_casts()
+
+    # --------------------------------------------------------------------------- moments
+
+    def recompute_moments(self) -> dict[str, Bytes]:
+        """Where the second forward peaks: {moment: bytes beside the layer's input by item}.
+
+        With experts that is the way back from them, before the shared expert runs: the rows they
+        were given, their outputs, these in the order of arrival, and what came from other ranks
+        exist at once.
+        """
+        streams = self._streams() + self.input()  # and the gradient of the layer's output
+        moments = {"end": self._with_saved({STREAMS: streams})}
+        if self.sparse:
+            moved = self.case.busiest_slots * self.case.model.hidden_size * self.case.item
+            given = 0 if self.has("mlp.experts.gate_up_proj") else moved
+            items = {STREAMS: streams, "expert exchange": given + 2 * moved}
+            moments["experts"] = self._with_saved(items, without_mlp=True)
+        return moments
+
+    def _streams(self) -> int:
+        """Locals of a layer while its MLP runs (models/dsa/model.DecoderLayer): the attention's
+        output, the residual stream and the normed rows, as far as autograd does not keep them."""
+        prefix = "mlp.shared_experts." if self.sparse else "mlp."
+        normed = not self.has(f"{prefix}gate_proj", f"{prefix}up_proj")
+        return self.input() * (1 + (self.case.item != WIDE) + normed)
+
+    def backward_moments(self) -> dict[str, Bytes]:
+        """Where the backward pass peaks: the experts' first gradients with everything still saved,
+        and the attention's, when the MLP's tensors are gone."""
+        case, model, item = self.case, self.case.model, self.case.item
+        heads, latent = model.num_attention_heads, model.kv_lora_rank
+        qk = latent + model.qk_rope_head_dim
+        stream = case.rows * model.hidden_size * item
+        ordered = 1 if case.run.parallel.partition == "contiguous" or case.cp == 1 else 2
+        attention = {
+            **self.saved_attention(),
+            "LoRA": self.saved_attention()["LoRA"] + self.adapter_casts(),
+            STREAMS: 2 * stream,
+            # As the product over heads leaves it, and contiguous for the kernel.
+            "gradient of attention output": 2 * case.rows * heads * latent * item,
+            "gradient of absorbed query": case.rows * heads * qk * item,
+            "gradient of gathered latent": ordered * case.pack * qk * WIDE,
+            "kernel workspace": case.run.ops.workspace_bytes,
+        }
+        moments: dict[str, Bytes] = {"attention": attention}
+        if not self.sparse:
+            # Gradients of gate, up and their product; the product itself is gone.
+            inner = case.rows * model.intermediate_size * item
+            grown = inner * (3 - self.has("mlp.down_proj"))
+            moments["MLP"] = self._with_saved({STREAMS: 2 * stream, "MLP intermediates": grown})
+            return moments
+        # The shared expert's backward has run: its tensors are gone, its input's gradient is there.
+        moved = case.slots * model.hidden_size * item
+        items = {STREAMS: 3 * stream, "expert exchange": 2 * moved}
+        moments["experts"] = self._with_saved(items, without_mlp=True)
+        slots, inner = case.busiest_slots, model.moe_intermediate_size
+        items = {
+            STREAMS: 3 * stream,
+            "expert exchange": slots * (model.hidden_size + 2 * inner) * item,
+            "dequantised weights": self.dequantised(),
+        }
+        products = self._with_saved(items, without_mlp=True)
+        moments["expert products"] = {**products, "expert rows out": 0}
+        return moments
+
+    def forward_moments(self) -> dict[str, Bytes]:
+        """Where the first forward, which keeps nothing of the layer, peaks."""
+        case, model, item = self.case, self.case.model, self.case.item
+        heads, latent = model.num_attention_heads, model.kv_lora_rank
+        qk = latent + model.qk_rope_head_dim
+        streams = 3 * case.rows * model.hidden_size * item
+        workspace = case.run.ops.workspace_bytes
+        shared = {
+            STREAMS: streams,
+            "q latent": case.rows * model.q_lora_rank * item,
+            "gathered latent": case.pack * qk * item,
+        }
+        # Nope part, its absorption, the adapter's change and their sum, then query and output.
+        parts = 3 if self.has("self_attn.kv_b_proj") else 1
+        absorb = {
+            **shared,
+            "query": case.rows * heads * model.qk_head_dim * item,
+            "absorbed query": case.rows * heads * (parts * latent) * item,
+        }
+        attend = {
+            **shared,
+            "absorbed query": case.rows * heads * qk * item,
+            "attention output and lse": case.rows * heads * (latent * item + WIDE),
+            "kernel workspace": workspace,
+        }
+        moments: dict[str, Bytes] = {"query": absorb, "attention": attend}
+        if self.full:
+            width = model.index_n_heads * (model.index_head_dim * item + WIDE)
+            moments["indexer"] = {
+                **shared,
+                "index query": case.rows * width,
+                "gathered index keys": case.pack * model.index_head_dim * item,
+                "kernel workspace": workspace,
+            }
+        if self.sparse:
+            moved = case.busiest_slots * model.hidden_size * item
+            moments["experts"] = {
+                STREAMS: streams,
+                "expert exchange": 4 * moved,
+            }
+        else:
+            inner = 3 * case.rows * model.intermediate_size * item
+            moments["MLP"] = {
+                STREAMS: streams,
+                "MLP intermediates": inner,
+            }
+        return moments
+
+    def dequantised(self) -> int:
+        """FP8 experts as they are multiplied: as many as the workspace holds, at least one
+        (models/common/linear.py)."""
+        case, model = self.case, self.case.model
+        if case.form.block is None:
+            return 0
+        one = 2 * model.moe_intermediate_size * model.hidden_size * case.item
+        held = model.n_routed_experts // case.ep
+        return one * max(1, min(held, case.run.ops.workspace_bytes // one))
+
+    def _with_saved(self, items: Bytes, *, without_mlp: bool = False) -> Bytes:
+        """`items` and everything that is saved; without_mlp: the shared expert's products aside."""
+        mlp = self.saved_mlp()
+        if without_mlp:
+            mlp = {**mlp, "MLP intermediates": 0, "LoRA": 0}
+        total = dict(self.saved_attention())
+        for more in (mlp, {"LoRA": self.adapter_casts()}, items):
+            for name, size in more.items():
+                total[name] = total.get(name, 0) + size
+        return total

@@ -1,0 +1,181 @@
+"""What is planned: a run's configuration, its model and a number of ranks, with every assumption
+that the two files do not settle.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fullspan.errors import ConfigError
+from fullspan.models.dsa.config import DsaConfig
+from fullspan.planning.hardware import Links
+from fullspan.planning.model_cost import Adapter, WeightFormat, Work, adapters
+from fullspan.train.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What a plan cannot know.
+
+    imbalance   rows that the busiest rank's experts get, over the mean of the ranks
+    document    rows of a document; 0: one document fills the pack, the most work there is
+    trained     share of the rows that have a label
+    slack       share of everything but the frozen weights that the allocator holds and cannot use
+    context     bytes of the CUDA context, loaded kernels and libraries
+    channels    bytes of NCCL's buffers, where there is more than one rank
+    """
+
+    imbalance: float = 1.3
+    document: int = 0
+    trained: float = 1.0
+    slack: float = 0.04
+    context: int = 600 << 20
+    channels: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name, holds, allowed in (
+            ("imbalance", self.imbalance >= 1, "at least 1"),
+            ("document", self.document >= 0, "0, or the rows of a document"),
+            ("trained", 0 < self.trained <= 1, "above 0 and at most 1"),
+            ("slack", 0 <= self.slack < 1, "at least 0 and below 1"),
+        ):
+            if not holds:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run on `world` ranks.
+
+    Raises:
+        ConfigError: the ranks cannot share the pack or the experts.
+    """
+
+    run: RunConfig
+    model: DsaConfig
+    form: WeightFormat
+    world: int
+    assumed: Assumptions = field(default_factory=Assumptions)
+    links: Links = field(default_factory=Links)
+
+    def __post_init__(self) -> None:
+        self.run.check_ranks(self.world)
+        if self.model.n_routed_experts % self.ep:
+            raise ConfigError(
+                f"parallel.ep is {self.ep}, which does not divide the model's "
+                f"{self.model.n_routed_experts} routed experts"
+            )
+
+    @classmethod
+    def load(
+        cls,
+        run: RunConfig,
+        *,
+        world: int | None,
+        model_config: Path | None = None,
+        assumed: Assumptions | None = None,
+    ) -> "Case":
+        """Read the model's config.json: of the folder model.path, or `model_config`.
+
+        world: None takes dp x cp of the run.
+
+        Raises:
+            ConfigError: the number of ranks is not given, the file is missing or not usable.
+        """
+        if world is None:
+            if not run.parallel.cp:
+                raise ConfigError(
+                    "parallel.cp is 0, all ranks of a replica: say how many ranks there are with "
+                    "--world, or set parallel.cp"
+                )
+            world = run.parallel.dp * run.parallel.cp
+        fields = read_fields(model_config or Path(run.model.path) / "config.json")
+        eps = run.model.latent_norm_eps
+        named = fields if eps is None else {**fields, "latent_norm_eps": eps}
+        return cls(
+            run=run,
+            model=DsaConfig.from_hf(named),
+            form=WeightFormat.of(fields, run.model.dtype),
+            world=world,
+            assumed=assumed or Assumptions(),
+        )
+
+    def split(self, world: int, **parallel: Any) -> "Case":
+        """The same run on `world` ranks with other [parallel] settings."""
+        changed = replace(self.run.parallel, **parallel)
+        return replace(self, world=world, run=replace(self.run, parallel=changed))
+
+    def packed(self, length: int) -> "Case":
+        """The same run with another data.pack_length."""
+        return replace(self, run=replace(self.run, data=replace(self.run.data, pack_length=length)))
+
+    @property
+    def cp(self) -> int:
+        return self.run.parallel.resolve_cp(self.world)
+
+    @property
+    def dp(self) -> int:
+        return self.run.parallel.dp
+
+    @property
+    def ep(self) -> int:
+        return self.run.parallel.ep
+
+    @property
+    def pack(self) -> int:
+        """Rows of a pack."""
+        return self.run.data.pack_length
+
+    @property
+    def rows(self) -> int:
+        """Rows of a pack on each rank."""
+        return self.pack // self.cp
+
+    @property
+    def item(self) -> int:
+        """Bytes of an activation's element."""
+        return self.form.itemsize
+
+    @property
+    def document(self) -> int:
+        """Rows of a document."""
+        return min(self.assumed.document or self.pack, self.pack)
+
+    @cached_property
+    def adapters(self) -> list[Adapter]:
+        """Every adapter of the run."""
+        return adapters(self.model, self.run.lora)
+
+    @cached_property
+    def work(self) -> Work:
+        """Attention and indexer of one pack."""
+        return Work.of(self.pack, self.document, self.model.index_topk)
+
+    @property
+    def slots(self) -> int:
+        """Rows times experts of each: what a rank sends to experts."""
+        return self.rows * self.model.num_experts_per_tok
+
+    @property
+    def busiest_slots(self) -> int:
+        """What the busiest rank's experts get; nobody else's where ep is 1."""
+        return int(self.slots * (self.assumed.imbalance if self.ep > 1 else 1.0))
+
+
+def read_fields(path: Path) -> Mapping[str, Any]:
+    """The fields of a config.json. Raises ConfigError."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot read the model's configuration: {error.strerror}; name another with "
+            "--model-config (setting model.path)"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} holds no JSON object: it is no model configuration")
+    return fields

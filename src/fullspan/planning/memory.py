@@ -1,0 +1,198 @@
+"""Bytes that one rank holds, by item: through a step, and at its peak.
+
+A step is followed through its phases (each layer forward, the head, each layer's second forward and
+backward, the update); what is resident is the same in all, what layers keep grows and shrinks.
+Sizes of a layer's own tensors are in activations.py.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fullspan.planning.activations import WIDE, Layer
+from fullspan.planning.case import Case
+from fullspan.planning.model_cost import (
+    Adapter,
+    routed_weights,
+    share_bytes,
+    unit_weights,
+    whole_weights,
+)
+
+_WIDENED = 64 << 20  # of the head's weight, float32 (ops/linear_cross_entropy/reference.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Bytes by item at one point of a step. stage: forward, head, recompute, backward or update."""
+
+    stage: str
+    name: str
+    items: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The fullest phase of a step, and the fullest of each stage."""
+
+    peak: Phase
+    stages: Sequence[Phase]
+
+    @classmethod
+    def of(cls, case: Case) -> "Memory":
+        """Follow one step of `case`."""
+        fullest: dict[str, Phase] = {}
+        for phase in phases(case):
+            if phase.stage not in fullest or phase.total > fullest[phase.stage].total:
+                fullest[phase.stage] = phase
+        stages = list(fullest.values())
+        return cls(peak=max(stages, key=lambda phase: phase.total), stages=stages)
+
+
+def phases(case: Case) -> Iterator[Phase]:
+    """Every phase of a step whose bytes differ, with all items of each."""
+    frozen = frozen_bytes(case)
+    for stage, name, changing in _changing(case):
+        items = {k: v for k, v in {**frozen, **changing}.items() if v}
+        busy = sum(v for k, v in items.items() if k not in frozen)
+        items["allocator slack"] = int(busy * case.assumed.slack)
+        items["CUDA context"] = case.assumed.context
+        if case.world > 1:
+            items["NCCL buffers"] = case.assumed.channels
+        yield Phase(stage=stage, name=name, items=items)
+
+
+def frozen_bytes(case: Case) -> dict[str, int]:
+    """Frozen weights as a rank holds them: routed experts / ep; the others whole, or their share of
+    all ranks with parallel.shard_weights (parallel/shard.py)."""
+    units = unit_weights(case.model)
+    whole = case.form.bytes_of(whole_weights(case.model))
+    if case.run.parallel.shard_weights:
+        others = sum(share_bytes(unit, case.form, case.world) for unit in units)
+    else:
+        others = sum(case.form.bytes_of(unit) for unit in units)
+    return {
+        "routed experts": case.form.bytes_of(routed_weights(case.model)) // case.ep,
+        "other frozen weights": others + whole,
+    }
+
+
+def held_elements(case: Case, chosen: Sequence[Adapter]) -> int:
+    """Elements of adapters on one rank: of the experts' its share (lora/layers.py)."""
+    return sum(a.numel // (case.ep if a.routed else 1) for a in chosen)
+
+
+def kept_between_layers(case: Case) -> list[dict[str, int]]:
+    """What the layers up to each one keep for the backward pass, by item.
+
+    With recompute that is each layer's input and each full layer's selection, which the layers
+    that share it hold too (models/common/recompute.py). Layers below the first adapter keep
+    nothing: no gradient reaches them.
+    """
+    recompute, first = case.run.train.recompute, _first_adapted(case)
+    layers = Layer.all(case)
+    kept = {"saved layer inputs": 0, "saved selections": 0, "saved activations": 0}
+    found = []
+    for layer in layers:
+        if layer.number >= first:
+            # Without recompute the norm keeps its input in float32 only, else a copy of it.
+            if recompute or case.item == WIDE:
+                kept["saved layer inputs"] += layer.input()
+            if layer.full or layer.number == first:
+                kept["saved selections"] += layer.selection()
+            if not recompute:
+                kept["saved activations"] += layer.saved()
+        found.append(dict(kept))
+    return found
+
+
+def final_norm_bytes(case: Case) -> int:
+    """What the norm before the head keeps: its float32 input and 1/rms."""
+    return case.rows * (case.model.hidden_size + 1) * WIDE
+
+
+def _first_adapted(case: Case) -> int:
+    return min(adapter.layer for adapter in case.adapters)
+
+
+def _changing(case: Case) -> Iterator[tuple[str, str, dict[str, int]]]:
+    """(stage, name, items that change)."""
+    every, layers = case.adapters, Layer.all(case)
+    last = len(layers) - 1
+    kept_upto = [{}, *kept_between_layers(case)]
+    elements = held_elements(case, every)
+    several = case.run.train.accumulation > 1
+    resident = {
+        "adapters": elements * WIDE,
+        "Adam moments": 2 * elements * WIDE,
+        "row tables": case.rows * (6 * 8 + case.model.qk_rope_head_dim * WIDE),
+    }
+    gathered = _gathered(case)
+    recompute = case.run.train.recompute
+    for layer in _ends_of_kinds(layers):
+        unit, number = layer.number + 1, layer.number
+        above = every if several else [a for a in every if a.layer >= number]
+        gradients = held_elements(case, above) * WIDE
+        before = elements * WIDE if several else 0
+        kept = kept_upto[number + 1 if recompute else number]
+        for name, items in layer.forward_moments().items():
+            whole = gathered(unit, unit + 1)
+            changing = {**resident, "adapter gradients": before, **kept, **whole, **items}
+            yield "forward", f"layer {number}, {name}", changing
+        back = {**resident, "adapter gradients": gradients, **kept, **gathered(unit, unit - 1)}
+        if number < _first_adapted(case):
+            continue
+        for name, items in layer.recompute_moments().items():
+            stage = "recompute" if recompute else "forward"
+            yield stage, f"layer {number}, {name}", {**back, **items}
+        for name, items in layer.backward_moments().items():
+            yield "backward", f"layer {number}, {name}", {**back, **items}
+    kept = kept_upto[-1]
+    gradients = {"adapter gradients": elements * WIDE if several else 0}
+    head = gathered(last + 2)
+    yield "head", "head and loss", {**resident, **gradients, **kept, **head, **_head(case)}
+    # The gradients joined in one message, and what AdamW makes beside them (train/optim.py).
+    update = {"adapter gradients": elements * WIDE, "update": 2 * elements * WIDE}
+    yield "update", "optimizer step", {**resident, **update}
+
+
+def _ends_of_kinds(layers: Sequence[Layer]) -> list[Layer]:
+    """The first and the last layer of every kind, its neighbours' kinds included. In between, what
+    is kept and the gradients change by the same from one layer of a kind to the next."""
+    kinds = [(layer.full, layer.sparse, frozenset(layer.adapted)) for layer in layers]
+    padded = [None, *kinds, None]
+    ends: dict[tuple, list[int]] = {}
+    for number in range(len(layers)):
+        ends.setdefault(tuple(padded[number : number + 3]), []).append(number)
+    chosen = {number for numbers in ends.values() for number in (numbers[0], numbers[-1])}
+    return [layers[number] for number in sorted(chosen)]
+
+
+def _gathered(case: Case) -> Callable[..., dict[str, int]]:
+    """Bytes of units while they are whole: a function of their numbers."""
+    units = unit_weights(case.model)
+    ranks = case.world if case.run.parallel.shard_weights and case.world > 1 else 0
+    sizes = [share_bytes(unit, case.form, ranks) * ranks if ranks else 0 for unit in units]
+
+    def whole(*numbers: int) -> dict[str, int]:
+        return {"gathered units": sum(sizes[n] for n in numbers if 0 <= n < len(sizes))}
+
+    return whole
+
+
+def _head(case: Case) -> dict[str, int]:
+    """ops/linear_cross_entropy: logits of a chunk in float32, the unit gradient of all rows."""
+    model, item = case.model, case.item
+    rows = min(case.run.ops.loss_chunk_rows, case.rows)
+    widened = _WIDENED if item != WIDE else 0
+    return {
+        "final norm": final_norm_bytes(case),
+        "head logits": rows * model.vocab_size * WIDE,
+        "head unit gradient": case.rows * model.hidden_size * item,
+        "head rows": case.rows * model.hidden_size * item
+        + 2 * rows * model.hidden_size * WIDE
+        + widened,
+    }

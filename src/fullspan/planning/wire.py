@@ -1,0 +1,235 @@
+"""Bytes that one rank receives from others in a step, by item, layer and pass.
+
+The formulas are those of docs/parallelism.md, which tests/distributed/test_wire.py holds against
+what real ranks move. Sizes that depend on the router are those of even routing, sizes that depend
+on the data those of the plan's documents; the rank with the most indexer rows to trade is counted.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fullspan.parallel.config import PARTITIONS
+from fullspan.planning.case import Case
+from fullspan.planning.memory import held_elements
+from fullspan.planning.model_cost import Work, share_bytes, unit_weights
+
+# Patterns, which decide how bytes meet the links (times.py).
+GATHER, SCATTER, EXCHANGE, REDUCE = "all-gather", "reduce-scatter", "all-to-all", "all-reduce"
+# What waits for nobody while it travels: it has a layer's or a query's work beside it.
+OVERLAPPED = ("latent", "latent gradient", "index keys", "weights")
+
+# parallel/balance.py decides by these (a test compares them).
+SCORING_FLOPS_PER_SECOND = 605e12
+EXCHANGE_SECONDS = 100e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One item in one pass of one unit (0 embedding, 1.. layers, then the head; -1: the step).
+
+    received: bytes from other ranks. ranks: of the group.
+    """
+
+    phase: str
+    unit: int
+    item: str
+    received: int
+    pattern: str
+    ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trade:
+    """What balancing the indexer does (parallel/balance.py).
+
+    own: (query, key) pairs of a full layer by rank, before; most: pairs of the slowest rank as it
+    runs; rows: those that the two ranks that trade most exchange.
+    """
+
+    own: Sequence[int]
+    most: float
+    rows: int = 0
+
+    @classmethod
+    def of(cls, case: Case) -> "Trade":
+        """With the decision of IndexerBalance.plan for parallel.balance_indexer."""
+        own = [_pairs(case, rank) for rank in range(case.cp)]
+        mirrored = own[::-1]
+        choice = case.run.parallel.balance_indexer
+        even = max((a + b) / 2 for a, b in zip(own, mirrored, strict=True))
+        nothing = cls(own=own, most=float(max(own)))
+        if choice == "off" or case.cp == 1 or own == mirrored:
+            return nothing
+        saved = max(own) - even
+        flops = 2 * case.model.index_n_heads * case.model.index_head_dim
+        surplus = max(
+            (a - b) / 2 / a for a, b in zip(own, mirrored, strict=True) if a > 0 and a > b
+        )
+        near = case.cp <= case.links.ranks_per_node
+        rate = case.links.nvlink if near else case.links.network
+        taken = EXCHANGE_SECONDS + case.rows * surplus * sum(_row_bytes(case)) / rate
+        if choice == "auto" and saved * flops / SCORING_FLOPS_PER_SECOND <= taken:
+            return nothing
+        sent = max(_sent(case, rank) for rank in range(case.cp) if own[rank] > mirrored[rank])
+        return cls(own=own, most=even, rows=sent)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Every transfer of one pack, and those of a step that belong to no pack."""
+
+    case: Case
+
+    @cached_property
+    def trade(self) -> Trade:
+        return Trade.of(self.case)
+
+    @cached_property
+    def transfers(self) -> list[Transfer]:
+        return [t for t in self._all() if t.received]
+
+    @property
+    def step_bytes(self) -> int:
+        """Of a whole step: one rank's packs, and what follows them."""
+        packs = self.case.run.train.accumulation
+        return sum(t.received * (packs if t.unit >= 0 else 1) for t in self.transfers)
+
+    def by_item(self) -> dict[str, dict[str, int]]:
+        """{item: {pass: bytes}} of one pack; the step's own under the pass "step"."""
+        found: dict[str, dict[str, int]] = {}
+        for transfer in self.transfers:
+            phases = found.setdefault(transfer.item, {})
+            phases[transfer.phase] = phases.get(transfer.phase, 0) + transfer.received
+        return found
+
+    def of_layer(self, layer: int) -> dict[str, int]:
+        """{item: bytes} of one layer in all passes of a pack."""
+        found: dict[str, int] = {}
+        for transfer in self.transfers:
+            if transfer.unit == layer + 1:
+                found[transfer.item] = found.get(transfer.item, 0) + transfer.received
+        return found
+
+    def _all(self) -> Iterator[Transfer]:
+        layers = range(1, self.case.model.num_hidden_layers + 1)
+        recompute = self.case.run.train.recompute
+        passes = ["forward", "recompute", "backward"] if recompute else ["forward", "backward"]
+        for unit in layers:
+            for phase in passes:
+                yield from self._sequence(phase, unit)
+                yield from self._experts(phase, unit)
+        yield from self._weights(recompute)
+        yield from self._gradients()
+
+    def _sequence(self, phase: str, unit: int) -> Iterator[Transfer]:
+        case, model = self.case, self.case.model
+        others = (case.cp - 1) * case.rows
+        latent = others * (model.kv_lora_rank + model.qk_rope_head_dim)
+
+        def transfer(item: str, received: int, pattern: str) -> Transfer:
+            return Transfer(
+                phase=phase, unit=unit, item=item, received=received, pattern=pattern, ranks=case.cp
+            )
+
+        if phase == "backward":
+            yield transfer("latent gradient", latent * 4, SCATTER)
+            return
+        yield transfer("latent", latent * case.item, GATHER)
+        if phase == "forward" and model.indexer_types[unit - 1] == "full":
+            yield transfer("index keys", others * model.index_head_dim * case.item, GATHER)
+            yield transfer("index rows", self._traded(), EXCHANGE)
+
+    def _traded(self) -> int:
+        """One of two ranks gets queries and weights, the other ids and counts: the larger."""
+        query, answer = _row_bytes(self.case)
+        return self.trade.rows * max(query, answer)
+
+    def _experts(self, phase: str, unit: int) -> Iterator[Transfer]:
+        case, model = self.case, self.case.model
+        if model.mlp_layer_types[unit - 1] != "sparse" or case.ep == 1:
+            return
+        away = case.slots * (case.ep - 1) // case.ep
+        rows = 2 * away * model.hidden_size * case.item  # those that come, and those that return
+        counts = (case.ep - 1) * model.n_routed_experts // case.ep * 8
+        parts = {"expert rows": rows, "expert counts": 0 if phase == "backward" else counts}
+        for item, received in parts.items():
+            yield Transfer(
+                phase=phase, unit=unit, item=item, received=received, pattern=EXCHANGE,
+                ranks=case.ep,
+            )  # fmt: skip
+
+    def _weights(self, recompute: bool) -> Iterator[Transfer]:
+        """Each unit is gathered while the one before it, in the order of the pass, runs: the
+        transfer counts for the unit that runs. The first of a step has none before it."""
+        case = self.case
+        if not case.run.parallel.shard_weights or case.world == 1:
+            return
+        shares = [share_bytes(unit, case.form, case.world) for unit in unit_weights(case.model)]
+        last = case.model.num_hidden_layers
+        moves = [("forward", unit, shares[unit + 1]) for unit in range(last + 1)]
+        if recompute:
+            moves.append(("recompute", last, shares[last]))
+            moves += [("recompute", unit, shares[unit - 1]) for unit in range(1, last + 1)]
+        for phase, unit, share in moves:
+            received = (case.world - 1) * share
+            yield Transfer(
+                phase=phase, unit=unit, item="weights", received=received, pattern=GATHER,
+                ranks=case.world,
+            )  # fmt: skip
+
+    def _gradients(self) -> Iterator[Transfer]:
+        """Adapter gradients in float32, once a step: of what every rank holds over all, of expert
+        adapters over the ranks with the same experts (train/session.py); as a ring moves them."""
+        case = self.case
+        groups = {
+            "gradients": (case.world, [a for a in case.adapters if not a.routed]),
+            "expert gradients": (case.world // case.ep, [a for a in case.adapters if a.routed]),
+        }
+        for item, (ranks, chosen) in groups.items():
+            received = 2 * 4 * held_elements(case, chosen) * (ranks - 1) // ranks
+            yield Transfer(
+                phase="step", unit=-1, item=item, received=received, pattern=REDUCE, ranks=ranks
+            )
+
+
+# ------------------------------------------------------------------------- pairs of each rank
+
+
+def _chunks(case: Case, rank: int) -> list[tuple[int, int]]:
+    """Runs [first, end) of a pack's rows that a rank holds (parallel/sequence.py)."""
+    parts = PARTITIONS[case.run.parallel.partition]
+    size = case.pack // (parts * case.cp)
+    numbers = [rank] if parts == 1 else [rank, 2 * case.cp - 1 - rank]
+    return [(n * size, (n + 1) * size) for n in numbers]
+
+
+def _pairs(case: Case, rank: int) -> int:
+    """(query, key) pairs that a full layer scores for the rows of a rank."""
+
+    def upto(row: int) -> int:
+        return Work.of(row, case.document, 1).pairs
+
+    return sum(upto(end) - upto(first) for first, end in _chunks(case, rank))
+
+
+def _lengths(case: Case, rank: int) -> np.ndarray:
+    """Keys that each row of a rank scores."""
+    rows = np.concatenate([np.arange(first, end) for first, end in _chunks(case, rank)])
+    return rows % case.document + 1
+
+
+def _sent(case: Case, rank: int) -> int:
+    """Rows that a rank sends to its mirror: the longest, up to half of its surplus of pairs."""
+    mine, others = _lengths(case, rank), _lengths(case, case.cp - 1 - rank)
+    half = (int(mine.sum()) - int(others.sum())) // 2
+    return int((np.sort(mine)[::-1].cumsum() <= half).sum())
+
+
+def _row_bytes(case: Case) -> tuple[int, int]:
+    """Query and weights of a row on its way, its ids and count on the way back."""
+    model = case.model
+    query = model.index_n_heads * (model.index_head_dim * case.item + 4)
+    return query, 4 * (model.index_topk + 1)
