@@ -157,7 +157,14 @@ def test_same_bits_on_every_run():
         assert torch.equal(first, second)
 
 
-def test_no_rows_and_rows_without_keys():
+def test_one_key():
+    case = make_attention(
+        rows=3, heads=2, value=16, rope=8, pack=1, topk=4, sink=True, device=DEVICE
+    )
+    check(case, 2e-6)
+
+
+def test_rows_without_keys():
     case = make_attention(
         rows=4, heads=2, value=16, rope=8, pack=50, topk=16, counts=(0,), sink=True, device=DEVICE
     )
@@ -173,8 +180,11 @@ def test_chunks_fit_the_workspace():
         for pack in (16384, 131072, 1 << 20):
             sizes = plans.Sizes(topk=2048, pack=pack, qk=576, heads=64, itemsize=2, units=132)
             span, chunk = plans.choose_rows(sizes, 4096, gib << 30)
-            used = span * (sizes.plan_row_bytes + 4 * pack // 16) + chunk * sizes.row_bytes
-            assert used + 8 * pack * -(-span // chunk) <= gib << 30
+            table = span * 4 * pack // 16
+            used = span * sizes.plan_row_bytes + 8 * pack * -(-span // chunk)
+            assert used + table <= gib << 30
+            beside = table if span < 4096 else 0
+            assert used + beside + chunk * sizes.row_bytes <= gib << 30
             assert chunk % plans.GROUP == 0 and (span % chunk == 0 or span >= 4096)
             assert chunk / (-(-chunk // 132) * 132) > 0.9
     with pytest.raises(ConfigError, match=r"ops\.workspace_bytes"):

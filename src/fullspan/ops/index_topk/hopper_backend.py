@@ -5,8 +5,8 @@ Index heads of width 128, bf16, or fp8 (e4m3) with a scale per key; any number o
 Bit-repeatable. Left out: checks (op.py).
 """
 
-# The launch options beside a kernel's own arguments are Triton's: pyright knows only the kernel's.
-# pyright: reportCallIssue=false, reportIndexIssue=false
+# A kernel is launched by an index, with options beside its own arguments: pyright knows neither.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportMissingImports=false
 
 from typing import Any
 

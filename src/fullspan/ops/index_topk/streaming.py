@@ -7,8 +7,8 @@ stores only what passes it. A span is never larger than a buffer that holds ALL 
 data cost time, not exactness. Left out: the scores themselves.
 """
 
-# The launch options beside a kernel's own arguments are Triton's: pyright knows only the kernel's.
-# pyright: reportCallIssue=false
+# A kernel is launched by an index, with options beside its own arguments: pyright knows neither.
+# pyright: reportCallIssue=false, reportIndexIssue=false
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,8 @@ has no key. Deterministic. Ids of one row must differ (a top-k's do). Left out: 
 (op.py).
 """
 
-# The launch options beside a kernel's own arguments are Triton's: pyright knows only the kernel's.
-# pyright: reportCallIssue=false, reportIndexIssue=false
+# A kernel is launched by an index, with options beside its own arguments: pyright knows neither.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportMissingImports=false
 
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ HEADS = 64  # of a tile
 BLOCK = 64  # keys of a block
 VALUE = 512
 ROPE = 64
-FORWARD_ROWS = 16384  # rows whose cleaned ids exist at once
+FORWARD_ROWS = 16384  # whose cleaned ids exist at once, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,9 @@ def forward(
     sinks = lse if sink is None else pad(sink.float(), (0, tiles * HEADS - heads))
     with on_device(query):
         units = torch.cuda.get_device_properties(query.device).multi_processor_count
-        for first in range(0, rows, FORWARD_ROWS):
-            here = min(FORWARD_ROWS, rows - first)
+        step = min(FORWARD_ROWS, max(units, workspace_bytes // (4 * ids.shape[1] + 512)))
+        for first in range(0, rows, step):
+            here = min(step, rows - first)
             ready = prepare(ids, counts, kv.shape[0], first, here)
             part = slice(first, first + here)
             forward_kernel[(min(here * tiles, units),)](

@@ -5,8 +5,8 @@ A plan depends on ids and counts alone, so layers that share a selection may sha
 waits for the device: every buffer has the size of its worst case.
 """
 
-# The launch options beside a kernel's own arguments are Triton's: pyright knows only the kernel's.
-# pyright: reportCallIssue=false
+# A kernel is launched by an index, with options beside its own arguments: pyright knows neither.
+# pyright: reportCallIssue=false, reportIndexIssue=false
 
 import functools
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ BLOCK = 128  # shared keys of one block
 FEW_DIRECT = 64  # fewer direct pairs than this a row are not worth a kernel of their own
 DENSE = 0.9  # a group with a greater share of direct pairs shares nothing
 MOST_ROWS = 16384  # of a chunk: a plan word counts 15 bits of partial rows a key
-TABLE_SHARE = 8  # the table of a plan takes at most this part of the workspace
+TABLE_SHARE, PLAN_SHARE = 8, 4  # a plan's table, and the rest of it, take 1 / this of the workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +115,8 @@ class Sizes:
 
     @property
     def plan_row_bytes(self) -> int:
-        """Of a row of a plan, its table aside."""
-        return 8 * self.topk + 4 * self.width + (4 * 4 * self.width + 256) // GROUP + 16
+        """Of a row of a plan, its table aside, and of the cleaned ids of backend `hopper`."""
+        return 12 * self.topk + 4 * self.width + (4 * 4 * self.width + 256) // GROUP + 16
 
 
 @functools.lru_cache(maxsize=64)
@@ -126,11 +126,13 @@ def choose_rows(sizes: Sizes, rows: int, workspace: int) -> tuple[int, int]:
     A chunk costs its rounds over the multiprocessors and about one more, so the last rounds of
     chunks should be full.
     """
-    table = 4 * sizes.pack // GROUP  # bytes of a row of a plan
+    table = -(-4 * sizes.pack // GROUP)  # bytes of a row of a plan
     whole = -(-rows // GROUP) * GROUP
-    span = min(max(workspace // TABLE_SHARE // table // GROUP * GROUP, GROUP), whole)
+    span = min(workspace // TABLE_SHARE // table, workspace // PLAN_SHARE // sizes.plan_row_bytes)
+    span = min(max(span // GROUP * GROUP, GROUP), whole)
     while True:
-        room = workspace - span * (table + sizes.plan_row_bytes)
+        # one plan's table is gone before the chunks begin; the next one's lies beside their buffers
+        room = workspace - span * (sizes.plan_row_bytes + (table if span < whole else 0))
         most = min(span, MOST_ROWS, (2**31 - 1) // (sizes.topk * sizes.heads))
         fit = min(room // sizes.row_bytes, most) // GROUP * GROUP
         bounds = 8 * sizes.pack * -(-span // max(fit, GROUP))  # of every chunk of the plan

@@ -5,8 +5,8 @@ natural logarithm, +inf where a row has no key. Ids of one row must differ (a to
 Deterministic. Left out: autograd and checks (op.py).
 """
 
-# The launch options beside a kernel's own arguments are Triton's: pyright knows only the kernel's.
-# pyright: reportCallIssue=false
+# A kernel is launched by an index, with options beside its own arguments: pyright knows neither.
+# pyright: reportCallIssue=false, reportIndexIssue=false
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
