@@ -42,24 +42,19 @@ def tiles(rows: int, columns: int, swizzle: int = 128) -> str:
     return f"tensordesc<bf16[{rows}, {columns}],NVMMASharedLayout({layout})>"
 
 
-def kernels() -> Iterator[Entry]:
-    """Name, kernel, types of its arguments, compile-time values, compiler options."""
+def forward_kernels() -> Iterator[Entry]:
+    """The forward for 64 and 128 heads, and without rope but with a sink."""
     types = {"FLAGS": INT32, "Q": BF16, "KV": BF16, "IDS": INT32, "COUNT": INT32, "SINK": FP32}
     types |= {"OUT": BF16, "LSE": FP32, "scale_log2": "fp32", "S": "i32"}
-    for name, tiles_of_heads, rope, sink in (
-        ("64", 1, True, False),
-        ("128", 2, True, False),
-        ("512", 1, False, True),
-    ):
-        fixed = {
-            "K": 2048,
-            "BK": 64,
-            "HT": tiles_of_heads,
-            "ROPE": rope,
-            "WORDS": 1,
-            "HAS_SINK": sink,
-        }
+    for name, tiles_of_heads, rope in (("64", 1, True), ("128", 2, True), ("512", 1, False)):
+        fixed = {"K": 2048, "BK": 64, "HT": tiles_of_heads, "ROPE": rope, "WORDS": 1}
+        fixed["HAS_SINK"] = not rope
         yield f"forward {name}", forward.forward_kernel, types, fixed, {"maxnreg": 128}
+
+
+def kernels() -> Iterator[Entry]:
+    """Name, kernel, types of its arguments, compile-time values, compiler options."""
+    yield from forward_kernels()
     types = {
         "QD": tiles(64, 128),
         "QRD": tiles(64, 64),
