@@ -16,6 +16,7 @@ half         half of the rotary width: one cos and sin each
 chosen       experts that a row is sent to
 experts      routed experts
 in, out      input and output width of a projection
+in_blocks, out_blocks   blocks of an FP8 weight along them
 slots        (row, chosen expert) pairs, sorted by expert
 rank         LoRA rank
 vocab        vocabulary size

@@ -75,7 +75,7 @@ def test_a_clean_run_passes_at_every_split(folder, capsys):
     }  # fmt: skip
     assert report["packs_per_step"] == 2
     out = capsys.readouterr().out
-    assert out.startswith("compared with dp 2 cp 1 zigzag, float32\nsplit ")
+    assert out.startswith("compared with dp 2 cp 1, float32\nsplit ")
     assert "\ndp 2 cp 2 ep 2 zigzag  bits       0         0        ok\n" in out
     assert out.endswith("\npassed\n")
     assert not (folder / "out").exists()

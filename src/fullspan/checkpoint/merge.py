@@ -119,7 +119,7 @@ def rewrite(
 
     Raises:
         CheckpointError: `source` is damaged or has no FP8 tensor to go back to; `output` holds
-            files; a merged weight is not finite; a file cannot be written.
+            files, or its disk is too full; a merged weight is not finite; a file cannot be written.
     """
     folder = CheckpointFolder.open(source)
     fields = folder.read_config()
@@ -131,6 +131,7 @@ def rewrite(
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} is not an empty folder: name another one to write to")
+    _check_space(folder, output, quantisation, format)
     job = _Rewrite(folder, DsaConfig.load(source), quantisation, adapters, format)
     write_checkpoint(output, job.tensors(progress), max_shard_bytes=max_shard_bytes)
     report = job.report()
@@ -261,6 +262,22 @@ class _Sums:
             largest=self.largest,
             relative=math.sqrt(self.error / self.exact) if self.exact else 0.0,
             of_change=math.sqrt(self.adapted_error / self.change) if self.change else None,
+        )
+
+
+def _check_space(
+    folder: CheckpointFolder, output: Path, quantisation: Quantisation, format: str
+) -> None:
+    """A full disk is found now and not after hours."""
+    values = sum(folder.tensors[name].nbytes for name in quantisation.suffixes)
+    needed = sum(info.nbytes for info in folder.tensors.values())
+    needed += values if format == "bf16" else 0  # two bytes for one
+    place = next(path for path in (output, *output.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise CheckpointError(
+            f"{output} needs {needed / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free there: name "
+            "another folder with --output"
         )
 
 

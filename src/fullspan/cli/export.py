@@ -100,7 +100,7 @@ def _write_merged(args: argparse.Namespace, config: Any, path: Path, output: Pat
         )
     print("\n".join(report.lines()))
     print(
-        f"{output}: {path.name} merged, {report.tensors:,} tensors, {report.bytes / 1e9:,.2f} GB "
+        f"{output}: {path.name} merged, {report.tensors:,} tensors, {report.bytes / 1e6:,.1f} MB "
         f"of {report.format} weights, {report.adapted:,} of them changed"
     )
     return 0

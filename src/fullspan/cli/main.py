@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from fullspan import __version__
-from fullspan.cli import data, export, init_tiny, parity, plan, train
+from fullspan.cli import data, export, init_tiny, parity, plan, rehearse, train
 from fullspan.errors import FullspanError
 from fullspan.settings import split_overrides
 
-COMMANDS = (init_tiny, data, plan, train, parity, export)
+COMMANDS = (init_tiny, data, plan, rehearse, train, parity, export)
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130

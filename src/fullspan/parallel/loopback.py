@@ -5,8 +5,8 @@ exchange of experts, sharded weights and the session run as they do among real r
 sizes, memory and work. Nothing leaves the process and no store or address is needed. What the other
 ranks would have sent is made from what this one sends, or by `Others` where it sends nothing:
 
-    all_gather        own slot: own rows; slot of rank r: own rows, rolled, and scaled by up to 1.6 %
-                      unlike those of any other, so that no two keys score alike. Bytes (frozen
+    all_gather        own slot: own rows; any other: own rows, rolled, and scaled by up to 1.6 %,
+                      each by something else, so that no two keys score alike. Bytes (frozen
                       weights): `Others.weights`
     reduce_scatter    own slice, without the terms of the others
     all_reduce        what is there: the identity
@@ -43,13 +43,13 @@ class Transfer:
 
     what        as in the message about a lost rank, such as "all_gather of the latent"
     near, far   from ranks of its own node and of others
-    nodes       nodes that the group's ranks lie on
+    ranks       of the group
     """
 
     what: str
     near: int
     far: int
-    nodes: int
+    ranks: int
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Traffic:
         """Nothing here; for those who measure."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Others:
     """What other ranks send where nothing of this rank's own can stand for it.
 
@@ -120,59 +120,56 @@ class LoopbackGroup(dist.ProcessGroup):
         traffic: Traffic,
         others: Others,
     ) -> None:
-        super().__init__(rank, len(ranks))
+        super().__init__(rank, len(ranks))  # pyright: ignore[reportCallIssue] the stub lacks it
         nodes = [number // ranks_per_node for number in ranks]
         self._here = [node == nodes[rank] for node in nodes]
-        self._nodes = len(set(nodes))
         self._watch, self._traffic, self._others = watch, traffic, others
 
     @torch.no_grad()
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        self._begin([input.nbytes] * self.size())
-        if input.dtype == torch.uint8:
-            self._others.weights(output, input, self.rank())
+    def _gather(self, gathered: Tensor, own: Tensor, options: Any = None) -> dist.Work:
+        self._begin([own.nbytes] * self.size())
+        if own.dtype == torch.uint8:
+            self._others.weights(gathered, own, self.rank())
         else:
-            self._make_rows(output.view(self.size(), *input.shape), input)
+            self._make_rows(gathered.view(self.size(), *own.shape), own)
         return self._end()
 
     @torch.no_grad()
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        self._begin([output.nbytes] * self.size())
-        output.copy_(input.view(self.size(), *output.shape)[self.rank()])
+    def _scatter(self, out: Tensor, full: Tensor, options: Any = None) -> dist.Work:
+        self._begin([out.nbytes] * self.size())
+        out.copy_(full.view(self.size(), *out.shape)[self.rank()])
         return self._end()
 
     @torch.no_grad()
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def _reduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
         # A ring passes every part on twice.
-        share = 2 * sum(tensor.nbytes for tensor in tensors) / self.size()
-        self._begin([int(share)] * self.size())
+        share = 2 * sum(tensor.nbytes for tensor in tensors) // self.size()
+        self._begin([share] * self.size())
         return self._end()
 
     @torch.no_grad()
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
-        opts: Any = None,
+    def _exchange(
+        self, out: Tensor, rows: Tensor, received: list[int], sent: list[int], options: Any = None
     ) -> dist.Work:
-        width = output[:1].numel() * output.itemsize
-        self._begin([rows * width for rows in output_split_sizes])
-        if output.dtype == torch.int64:
-            self._others.counts(output, input)
-        elif output.dtype == torch.int32:
-            self._others.selections(output)
-        elif output.dtype == torch.uint8:
-            self._others.index_rows(output)
+        width = out[:1].numel() * out.itemsize
+        self._begin([count * width for count in received])
+        if out.dtype == torch.int64:
+            self._others.counts(out, rows)
+        elif out.dtype == torch.int32:
+            self._others.selections(out)
+        elif out.dtype == torch.uint8:
+            self._others.index_rows(out)
         else:
-            _repeat(output, input)
+            _repeat(out, rows)
         return self._end()
 
-    # The names until torch 2.12.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
+    # What PyTorch calls, with arguments by place: the first names from 2.12 on, the others before.
+    # Its stubs name the arguments, and each of them otherwise.
+    all_gather_single = _allgather_base = _gather  # pyright: ignore[reportAssignmentType] see above
+    reduce_scatter_single = _scatter  # pyright: ignore[reportAssignmentType] see above
+    _reduce_scatter_base = _scatter  # pyright: ignore[reportAssignmentType] see above
+    allreduce = _reduce  # pyright: ignore[reportAssignmentType] see above
+    all_to_all_single = alltoall_base = _exchange  # pyright: ignore[reportAssignmentType] see above
 
     def set_timeout(self, timeout: Any) -> None:
         """Nothing waits."""
@@ -200,7 +197,7 @@ class LoopbackGroup(dist.ProcessGroup):
         near = sum(size for size, here in others if here)
         far = sum(size for size, here in others if not here)
         self._traffic.begin(
-            Transfer(what=self._watch.newest.what, near=near, far=far, nodes=self._nodes)
+            Transfer(what=self._watch.newest.what, near=near, far=far, ranks=self.size())
         )
 
     def _end(self) -> dist.Work:

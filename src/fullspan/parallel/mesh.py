@@ -26,6 +26,8 @@ from fullspan.parallel.config import ParallelConfig
 from fullspan.parallel.group import Group
 from fullspan.parallel.watch import Watch, client_store
 
+SECONDS_TO_JOIN = 300.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
@@ -88,8 +90,10 @@ class Mesh:
         experts = init_device_mesh(
             device.type, (size // config.ep, config.ep), mesh_dim_names=("replicas", "ep")
         )
+        world = dist.group.WORLD
+        assert world is not None, "the process group exists"
         return cls(
-            world=Axis(rank=dist.get_rank(), size=size, group=Group(_world(), watch)),
+            world=Axis(rank=dist.get_rank(), size=size, group=_group(world, watch)),
             dp=_axis(data, "dp", watch),
             cp=_axis(data, "cp", watch),
             replicas=_axis(experts, "replicas", watch),
@@ -109,7 +113,8 @@ class Mesh:
 def open_mesh(config: ParallelConfig, *, timeout_seconds: float = 600.0) -> Iterator[Mesh]:
     """Join the process group that the environment describes, and leave it at the end.
 
-    One process needs none.
+    One process needs none. timeout_seconds: how long a rank waits for another from then on; it
+    waits for all to join for longer, as they start at unlike times.
 
     Raises:
         ConfigError: dp, cp and ep do not fit the number of ranks.
@@ -123,7 +128,8 @@ def open_mesh(config: ParallelConfig, *, timeout_seconds: float = 600.0) -> Iter
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        joining = timedelta(seconds=max(timeout_seconds, SECONDS_TO_JOIN))
+        dist.init_process_group(backend, timeout=joining)
         store = client_store(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -148,20 +154,17 @@ def open_mesh(config: ParallelConfig, *, timeout_seconds: float = 600.0) -> Iter
         dist.destroy_process_group()
 
 
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None, "the process group exists"
-    return world
-
-
 def _axis(mesh: DeviceMesh, name: str, watch: Watch) -> Axis:
     sub = mesh[name]
     if sub.size() == 1:
         return Axis()
-    group = sub.get_group()
-    # DeviceMesh gives its groups PyTorch's 30 minutes whatever the default group was given.
-    group.set_timeout(timedelta(seconds=watch.timeout_seconds))
-    return Axis(rank=sub.get_local_rank(), size=sub.size(), group=Group(group, watch))
+    return Axis(rank=sub.get_local_rank(), size=sub.size(), group=_group(sub.get_group(), watch))
+
+
+def _group(process_group: dist.ProcessGroup, watch: Watch) -> Group:
+    """DeviceMesh gives its groups PyTorch's 30 minutes whatever the default group was given."""
+    process_group.set_timeout(timedelta(seconds=watch.timeout_seconds))
+    return Group(process_group, watch)
 
 
 def _local_device() -> torch.device:

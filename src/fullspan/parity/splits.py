@@ -24,7 +24,9 @@ class Split:
     def __str__(self) -> str:
         sizes = {"dp": self.dp, "cp": self.cp, "ep": self.ep}
         words = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "cp"]
-        return " ".join([*words, self.partition] if self.partition != "contiguous" else words)
+        if self.cp > 1 and self.partition != "contiguous":
+            words.append(self.partition)
+        return " ".join(words)
 
     def apply(self, config: RunConfig) -> RunConfig:
         """`config` on these ranks. Raises ConfigError where its packs cannot be shared by them."""

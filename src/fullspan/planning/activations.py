@@ -130,7 +130,7 @@ class Layer:
         normalised = chosen + 1 if model.norm_topk_prob else 0
         router = (model.n_routed_experts + normalised) * WIDE + chosen * (LONG + item)
         places = 2 * case.slots * LONG + (2 * slots * LONG if case.ep > 1 else 0)
-        places += model.n_routed_experts // case.ep * LONG
+        places += case.chunks * (model.n_routed_experts // case.ep) * LONG
         return {
             "router": case.rows * router + places,
             "expert rows in": slots * hidden * item if gate_up else 0,
@@ -160,18 +160,31 @@ class Layer:
     def recompute_moments(self) -> dict[str, Bytes]:
         """Where the second forward peaks: {moment: bytes beside the layer's input by item}.
 
-        With experts that is the way back from them, before the shared expert runs: the rows they
-        were given, their outputs, these in the order of arrival, and what came from other ranks
-        exist at once.
+        With experts that is in their last chunk of rows, before the shared expert runs: on the way
+        back the rows they were given, their outputs, these in the order of arrival, and what came
+        from other ranks exist at once; at a product the rows and the dequantised weights.
         """
         streams = self._streams() + self.input()  # and the gradient of the layer's output
-        moments = {"end": self._with_saved({STREAMS: streams})}
+        # Outputs of routed and shared experts and their sum; of a dense layer with the residual.
+        ends = streams + (3 if self.sparse else 2) * self.input()
+        moments = {"end": self._with_saved({STREAMS: ends})}
         if self.sparse:
-            moved = self.case.busiest_slots * self.case.model.hidden_size * self.case.item
+            streams += self._finished_chunks()
+            moved = self.case.busiest_chunk_slots * self.case.model.hidden_size * self.case.item
             given = 0 if self.has("mlp.experts.gate_up_proj") else moved
-            items = {STREAMS: streams, "expert exchange": given + 2 * moved}
-            moments["experts"] = self._with_saved(items, without_mlp=True)
+            for name, items in {
+                "experts": {"expert exchange": given + 2 * moved},
+                "expert products": {
+                    "expert exchange": given,
+                    "dequantised weights": self.dequantised(),
+                },
+            }.items():
+                moments[name] = self._with_saved({STREAMS: streams, **items}, without_mlp=True)
         return moments
+
+    def _finished_chunks(self) -> int:
+        """What the experts made of the chunks before, until all are joined."""
+        return self.input() if self.case.chunks > 1 else 0
 
     def _streams(self) -> int:
         """Locals of a layer while its MLP runs (models/dsa/model.DecoderLayer): the attention's
@@ -206,17 +219,17 @@ class Layer:
             moments["MLP"] = self._with_saved({STREAMS: 2 * stream, "MLP intermediates": grown})
             return moments
         # The shared expert's backward has run: its tensors are gone, its input's gradient is there.
-        moved = case.slots * model.hidden_size * item
-        items = {STREAMS: 3 * stream, "expert exchange": 2 * moved}
+        wide = model.hidden_size * item
+        items = {STREAMS: 3 * stream, "expert exchange": 2 * case.chunk_slots * wide}
         moments["experts"] = self._with_saved(items, without_mlp=True)
-        slots, inner = case.busiest_slots, model.moe_intermediate_size
+        slots, inner = case.busiest_chunk_slots, model.moe_intermediate_size
         items = {
             STREAMS: 3 * stream,
             "expert exchange": slots * (model.hidden_size + 2 * inner) * item,
+            "expert rows out": -case.chunk_slots * wide,  # gone by then
             "dequantised weights": self.dequantised(),
         }
-        products = self._with_saved(items, without_mlp=True)
-        moments["expert products"] = {**products, "expert rows out": 0}
+        moments["expert products"] = self._with_saved(items, without_mlp=True)
         return moments
 
     def forward_moments(self) -> dict[str, Bytes]:
@@ -227,7 +240,7 @@ class Layer:
         streams = 3 * case.rows * model.hidden_size * item
         workspace = case.run.ops.workspace_bytes
         shared = {
-            STREAMS: streams,
+            STREAMS: self.input(),
             "q latent": case.rows * model.q_lora_rank * item,
             "gathered latent": case.pack * qk * item,
         }
@@ -254,10 +267,14 @@ class Layer:
                 "kernel workspace": workspace,
             }
         if self.sparse:
-            moved = case.busiest_slots * model.hidden_size * item
-            moments["experts"] = {
+            streams += self._finished_chunks()
+            slots, inner = case.busiest_chunk_slots, model.moe_intermediate_size
+            moved = slots * model.hidden_size * item
+            moments["experts"] = {STREAMS: streams, "expert exchange": 4 * moved}
+            moments["expert products"] = {
                 STREAMS: streams,
-                "expert exchange": 4 * moved,
+                "expert exchange": moved + 2 * slots * inner * item,
+                "dequantised weights": self.dequantised(),
             }
         else:
             inner = 3 * case.rows * model.intermediate_size * item

@@ -112,6 +112,10 @@ class Case:
         """The same run with another data.pack_length."""
         return replace(self, run=replace(self.run, data=replace(self.run.data, pack_length=length)))
 
+    def assume(self, **assumed: Any) -> "Case":
+        """The same run with other assumptions."""
+        return replace(self, assumed=replace(self.assumed, **assumed))
+
     @property
     def cp(self) -> int:
         return self.run.parallel.resolve_cp(self.world)
@@ -161,8 +165,35 @@ class Case:
 
     @property
     def busiest_slots(self) -> int:
-        """What the busiest rank's experts get; nobody else's where ep is 1."""
-        return int(self.slots * (self.assumed.imbalance if self.ep > 1 else 1.0))
+        """What the busiest rank's experts get."""
+        return self._busiest(self.slots)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows whose slots go to the experts at once (models/common/moe.py)."""
+        model = self.model
+        slot = (4 * model.hidden_size + 3 * model.moe_intermediate_size) * self.item
+        fitting = self.run.ops.workspace_bytes // (model.num_experts_per_tok * slot)
+        return min(self.rows, max(1, fitting))
+
+    @property
+    def chunks(self) -> int:
+        """How often a layer's rows are sent to the experts."""
+        return -(-self.rows // self.chunk_rows)
+
+    @property
+    def chunk_slots(self) -> int:
+        """Slots of one chunk."""
+        return self.chunk_rows * self.model.num_experts_per_tok
+
+    @property
+    def busiest_chunk_slots(self) -> int:
+        """What the busiest rank's experts get of one chunk of every rank."""
+        return self._busiest(self.chunk_slots)
+
+    def _busiest(self, slots: int) -> int:
+        """Nobody else's slots come where ep is 1."""
+        return round(slots * self.assumed.imbalance) if self.ep > 1 else slots
 
 
 def read_fields(path: Path) -> Mapping[str, Any]:

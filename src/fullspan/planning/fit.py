@@ -18,6 +18,7 @@ from fullspan.planning.wire import Traffic
 _SETTINGS = {
     "gathered units": "bounded: two units are whole at a time",
     "dequantised weights": "lower ops.workspace_bytes",
+    "expert exchange": "lower ops.workspace_bytes",
     "adapters": "lower lora.r or take targets out",
     "adapter gradients": "lower lora.r or take targets out",
     "Adam moments": "lower lora.r or take targets out",

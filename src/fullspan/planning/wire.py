@@ -153,7 +153,7 @@ class Traffic:
             return
         away = case.slots * (case.ep - 1) // case.ep
         rows = 2 * away * model.hidden_size * case.item  # those that come, and those that return
-        counts = (case.ep - 1) * model.n_routed_experts // case.ep * 8
+        counts = case.chunks * (case.ep - 1) * model.n_routed_experts // case.ep * 8
         parts = {"expert rows": rows, "expert counts": 0 if phase == "backward" else counts}
         for item, received in parts.items():
             yield Transfer(

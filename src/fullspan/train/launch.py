@@ -6,7 +6,8 @@ Three ways in, one worker:
 * Slurm: `srun` started this process as a rank, its variables are translated (ranks.py).
 
 SIGTERM and SIGINT to the parent reach every rank as SIGTERM, so that they can save and leave; a
-second one kills. Leaves out restarts: a run that failed is started again and resumes.
+second one kills. Once a rank has failed, those that do not end by themselves are killed after some
+seconds. Leaves out restarts: a run that failed is started again and resumes.
 """
 
 import json
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +31,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from tqdm import tqdm
 
-from fullspan.errors import FullspanError, LaunchError
+from fullspan.errors import FullspanError, LaunchError, RankLostError
 from fullspan.train import loop, ranks
 from fullspan.train.config import RunConfig, load_run_config
 
@@ -39,6 +42,13 @@ EXIT_USER_ERROR = 2
 # A rank with an unexpected error stays this long before it exits, so that a rank that has only lost
 # its peer never looks like the first to fail.
 SECONDS_BEFORE_EXIT = 1.0
+# From the first report of a failure until ranks that are still there are killed. Longer than the
+# others take to say what they know (parallel/watch.py).
+SECONDS_FOR_STRAGGLERS = 4.0
+_HINTS = {
+    signal.SIGKILL: "if memory ran out, lower data.pack_length or use more ranks",
+    signal.SIGABRT: "so NCCL ends a rank that waited too long for another: see the lines above",
+}
 
 Work = Callable[[RunConfig], int]
 
@@ -62,6 +72,8 @@ def run(
         if found.world_size == 1:
             raise
         if _is_first_to_fail():
+            if isinstance(error, RankLostError):
+                raise
             raise type(error)(f"rank {found.rank}: {error}") from None
         return EXIT_USER_ERROR
 
@@ -90,13 +102,14 @@ def _is_first_to_fail() -> bool:
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Why a rank failed, as it says itself. `mendable`: a FullspanError, `text` is its message;
-    otherwise `text` is a traceback.
+    otherwise `text` is a traceback. `lost`: another rank is the reason.
     """
 
     rank: int
     seconds: float
     mendable: bool
     text: str
+    lost: bool = False
 
 
 def start_ranks(work: Work, config: RunConfig, count: int, port: int) -> int:
@@ -123,6 +136,7 @@ def start_ranks(work: Work, config: RunConfig, count: int, port: int) -> int:
         tempfile.TemporaryDirectory(prefix="fullspan-") as folder,
         _quiet_launcher(),
         _forward_signals() as received,
+        _ended_stragglers(Path(folder)),
     ):
         try:
             codes = elastic_launch(launch_config, _rank_main)(work, config, folder, os.getpid())
@@ -138,6 +152,10 @@ def start_ranks(work: Work, config: RunConfig, count: int, port: int) -> int:
 def _rank_main(work: Work, config: RunConfig, folder: str, parent: int) -> int:
     """One rank that start_ranks has started: works, or leaves a report in `folder` and exits."""
     rank = int(os.environ["RANK"])
+    with suppress(OSError):
+        Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
+    # Its own lock is between processes: left behind by a rank that ends early, Python complains.
+    tqdm.set_lock(threading.RLock())
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         # Ctrl-C reaches every process of the terminal; the parent's word counts. Without a parent,
@@ -149,7 +167,8 @@ def _rank_main(work: Work, config: RunConfig, folder: str, parent: int) -> int:
     try:
         return work(config)
     except FullspanError as error:
-        report = Report(rank=rank, seconds=time.time(), mendable=True, text=str(error))
+        lost = isinstance(error, RankLostError)
+        report = Report(rank=rank, seconds=time.time(), mendable=True, text=str(error), lost=lost)
     except Exception:
         report = Report(rank=rank, seconds=time.time(), mendable=False, text=traceback.format_exc())
     _write_report(Path(folder), report)
@@ -187,6 +206,35 @@ def _forward_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
+def _ended_stragglers(folder: Path) -> Iterator[None]:
+    """Kill ranks that are still there SECONDS_FOR_STRAGGLERS after one has reported a failure: one
+    that is stopped, or hangs in a system call, heeds no SIGTERM, and PyTorch waits 30 s for it.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        while not any(folder.glob("*.json")):
+            if done.wait(0.5):
+                return
+        if done.wait(SECONDS_FOR_STRAGGLERS):
+            return
+        for file in folder.glob("*.pid"):
+            # Only a child whose end nobody has asked for yet: its number cannot be another's.
+            with suppress(OSError, ValueError):
+                pid = int(file.read_text())
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Silence the launcher's own log in this process; LOGLEVEL, its variable, brings it back."""
     before = logging.root.manager.disable
@@ -218,20 +266,23 @@ def _read_reports(folder: Path) -> list[Report]:
 def _explain(failure: ChildFailedError, reports: Sequence[Report]) -> int:
     """Raise what the user can mend, or print the traceback of the rank that failed first.
 
-    A rank that a signal has killed leaves no report, and the others then report its silence: what
-    the launcher saw first decides. Otherwise a user's error counts before an unexpected one, which
-    may follow from it.
+    A rank that a signal has killed leaves no report, and the others then report its silence, and
+    where it was. Otherwise a user's error counts before an unexpected one, which may follow from
+    it, and that before the loss of a rank, which follows from either.
     """
     rank, first = failure.get_first_failure()
+    lost = [report.text for report in reports if report.lost]
     if first.exitcode < 0 and rank not in [report.rank for report in reports]:
-        raise LaunchError(
-            f"rank {rank}: killed by {signal.Signals(-first.exitcode).name}; if memory ran out "
-            "(SIGKILL), lower data.pack_length or use more ranks"
-        )
+        number = signal.Signals(-first.exitcode)
+        parts = [f"rank {rank}: killed by {number.name}", _HINTS.get(number, ""), *lost[:1]]
+        raise LaunchError("; ".join(part for part in parts if part))
     for report in reports:
-        if report.mendable:
+        if report.mendable and not report.lost:
             raise LaunchError(f"rank {report.rank}: {report.text}")
-    if not reports:
-        raise LaunchError(f"rank {rank}: exited with {first.exitcode} and said nothing")
-    print(f"fullspan: rank {reports[0].rank} failed:\n{reports[0].text}", end="", file=sys.stderr)
-    return EXIT_BUG
+    for report in reports:
+        if not report.mendable:
+            print(f"fullspan: rank {report.rank} failed:\n{report.text}", end="", file=sys.stderr)
+            return EXIT_BUG
+    raise LaunchError(
+        lost[0] if lost else f"rank {rank}: exited with {first.exitcode} and said nothing"
+    )

@@ -37,7 +37,6 @@ from fullspan.train.metrics import (
     peak_memory,
     throughput,
 )
-from fullspan.train.plot import PLOT_FILE, plot_losses
 from fullspan.train.setup import RunParts, prepare
 from fullspan.train.stop import StopRequest
 
@@ -229,6 +228,9 @@ class _Run:
         experts of every rank."""
         if self.metrics is None:
             return
+        # Takes most of a second to import, which no other rank needs.
+        from fullspan.train.plot import PLOT_FILE, plot_losses
+
         assert self.checkpoint is not None, "the last step saves"
         adapter, plot = self.folder / ADAPTER_FOLDER, self.folder / PLOT_FILE
         write_adapter(

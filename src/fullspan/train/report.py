@@ -9,11 +9,14 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from fullspan.checkpoint.mapping import SCALE_SUFFIX
 from fullspan.data.inspect import report_lines, sample_text
 from fullspan.data.loader import PackLoader
 from fullspan.data.packing import IGNORE, Document, Pack
 from fullspan.data.report import PackingReport
 from fullspan.lora.inject import LoraConfig
+from fullspan.models.common.frozen import FrozenProjection
+from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.parallel.mesh import Mesh
 from fullspan.train.config import LoopConfig, ModelConfig
 from fullspan.train.session import Session
@@ -54,7 +57,8 @@ def model_lines(
     """Model, adapters and op backends."""
     model = session.model
     trained = sum(p.numel() for p in session.adapters.values())
-    frozen = sum(p.numel() for p in model.parameters()) - trained
+    scales = sum(p.numel() for name, p in model.named_parameters() if name.endswith(SCALE_SUFFIX))
+    frozen = sum(p.numel() for p in model.parameters()) - trained - scales
     targets = Counter(_short(name) for name in adapted)
     listing = ", ".join(f"{name} x{count}" for name, count in targets.items())
     options = model.options
@@ -64,6 +68,7 @@ def model_lines(
             f"{config.path}: {model.config.num_hidden_layers} layers, {frozen:,} frozen parameters "
             f"in {config.dtype} on {session.device.type}",
         ),
+        *_fp8_pairs(model),
         (
             "lora",
             f"rank {lora.r}, alpha {lora.alpha:g}, {trained:,} trained parameters "
@@ -75,6 +80,22 @@ def model_lines(
             f"workspace {options.workspace_bytes / 2**20:,.0f} MiB each",
         ),
     )
+
+
+def _fp8_pairs(model: DsaForCausalLM) -> list[tuple[str, str]]:
+    """Which weights stay FP8, where any do."""
+    names: list[str] = []
+    values, block = 0, None
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenProjection) and module.layout is not None:
+            names.append(_short(name.removesuffix(".base")))
+            values += module.weight.numel()
+            block = module.layout.block
+    if block is None:
+        return []
+    rows, cols = block
+    listing = ", ".join(f"{name} x{count}" for name, count in Counter(names).items())
+    return [("fp8", f"{values:,} of them stay e4m3 in blocks of {rows} x {cols}: {listing}")]
 
 
 def batch_lines(config: LoopConfig, mesh: Mesh, session: Session, loader: PackLoader) -> str:

@@ -33,7 +33,7 @@ from fullspan.train.metrics import Console
 from fullspan.train.session import Session
 
 CONFIG_FILE = "config.toml"
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SAMPLED_BYTES = 1 << 16
 
 
@@ -186,7 +186,7 @@ def _start(
 
 def _load(config: RunConfig, mesh: Mesh) -> DsaForCausalLM:
     """The frozen model; the first rank shows how far it is."""
-    dtype = _DTYPES[config.model.dtype]
+    dtype = DTYPES[config.model.dtype]
 
     def load(progress: Progress | None) -> DsaForCausalLM:
         return load_model(

@@ -132,6 +132,16 @@ def test_another_name_of_the_scales(folder, twins):
     assert all(torch.equal(got[name].float(), wanted[name].float()) for name in wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu])
+def test_narrow_scales_become_float32(folder, dtype):
+    """Both hold a power of two exactly."""
+    name = f"{Q_B}_scale_inv"
+    wanted = 2.0 ** torch.arange(-4, 4).view(4, 2)
+    edit(folder, lambda tensors: tensors.update({name: wanted.to(dtype)}))
+    scale = load(folder).state_dict()[name]
+    assert scale.dtype == torch.float32 and torch.equal(scale, wanted)
+
+
 def test_a_mixed_checkpoint(folder, twins):
     """One projection and one layer's experts in bfloat16, the rest FP8."""
     plain = all_tensors(twins[1])

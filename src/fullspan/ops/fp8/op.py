@@ -18,12 +18,12 @@ _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def dequantise_blocks(
-    weight: Float[Tensor, "*experts rows cols"],
-    scale: Float32[Tensor, "*experts block_rows block_cols"],
+    weight: Float[Tensor, "*experts out in"],
+    scale: Float32[Tensor, "*experts out_blocks in_blocks"],
     block: Block,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
-) -> Float[Tensor, "*experts rows cols"]:
+) -> Float[Tensor, "*experts out in"]:
     """weight * scale of its block, computed in float32 and rounded once. No gradient.
 
     Args:
@@ -46,8 +46,8 @@ def dequantise_blocks(
 
 
 def quantise_blocks(
-    weight: Float[Tensor, "*experts rows cols"], block: Block, *, power_of_two: bool = False
-) -> tuple[Float[Tensor, "*experts rows cols"], Float32[Tensor, "*experts block_rows block_cols"]]:
+    weight: Float[Tensor, "*experts out in"], block: Block, *, power_of_two: bool = False
+) -> tuple[Float[Tensor, "*experts out in"], Float32[Tensor, "*experts out_blocks in_blocks"]]:
     """e4m3 values and scales whose product is nearest to `weight`: (weight, scale).
 
     The largest magnitude of a block becomes 448, the largest e4m3; values round to nearest even.

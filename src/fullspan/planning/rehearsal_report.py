@@ -1,0 +1,190 @@
+"""A rehearsal as text and as JSON, beside the plan of the same rank and the stated links."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fullspan import __version__
+from fullspan.parallel.loopback import Transfer
+from fullspan.planning import wire
+from fullspan.planning.hardware import GIB, Links
+from fullspan.planning.memory import Memory
+from fullspan.planning.phases import PARTS, PASSES
+from fullspan.planning.rehearse import Rehearsal
+from fullspan.planning.report import split_name
+from fullspan.planning.times import link_seconds
+
+# Of a plan: what is not given out by PyTorch's allocator.
+_OUTSIDE = ("allocator slack", "CUDA context", "NCCL buffers")
+
+
+def rehearsal_text(found: Rehearsal) -> str:
+    """Everything that was measured."""
+    case = found.case
+    weights = "random weights" if found.random_weights else "weights of the checkpoint"
+    dp, ranks = case.dp, case.world
+    lines = [
+        f"rank {found.rank} of {ranks} ({split_name(case)}) rehearsed on one {found.device}, "
+        f"PyTorch {torch.__version__}",
+        f"{case.pack:,} tokens a pack, {case.rows:,} rows on this rank, {weights}, "
+        f"{dp} pack{'s' if dp > 1 else ''} a step",
+    ]
+    if found.rank != case.world - 1:
+        lines.append("of contiguous rows the last rank has the most work for the indexer")
+    lines += ["", "memory", *_columns(_memory(found))]
+    lines += ["", "seconds of a step by part and pass", *_columns(_seconds(found))]
+    lines += [f"  {found.wall:.3f} s by the host's clock; the loopback group's copies included"]
+    lines += ["", "what communication would add, if nothing overlapped it", *_columns(_wire(found))]
+    links = case.links
+    lines.append(
+        f"  at {links.nvlink / 1e9:.0f} GB/s inside a node of {links.ranks_per_node}, "
+        f"{links.network / 1e9:.0f} GB/s between nodes"
+    )
+    if found.usage.flops is not None:
+        lines += ["", f"{found.usage.flops:.4g} FLOPs of matrix products in a step, counted"]
+    if found.fit is not None:
+        lines += ["", "peak over rows", *_columns(_fit(found))]
+        fit = found.fit
+        line = f"{fit.base / GIB:.3f} GiB + {fit.slope / 1024:.2f} KiB a row"
+        lines.append(f"  {line}, R² {fit.r2:.6f}")
+    if found.unrepeated is not None:
+        lines += ["", _repeat(found.unrepeated)]
+    return "\n".join(lines)
+
+
+def rehearsal_json(found: Rehearsal) -> dict[str, Any]:
+    """Every figure: one row of a results file. Bytes and seconds."""
+    case, fit = found.case, found.fit
+    return {
+        "rehearsal": {"rank": found.rank, "world": case.world, "dp": case.dp, "cp": case.cp,
+                      "ep": case.ep, "shard_weights": case.run.parallel.shard_weights},
+        "device": found.device,
+        "versions": {"fullspan": __version__, "torch": torch.__version__},
+        "model": case.run.model.path,
+        "random_weights": found.random_weights,
+        "pack": case.pack,
+        "rows": case.rows,
+        "assumed": asdict(case.assumed),
+        "settings": {"lora": asdict(case.run.lora), "ops": asdict(case.run.ops),
+                     "recompute": case.run.train.recompute},
+        "peak_allocated": found.peak,
+        "peak_reserved": found.usage.reserved,
+        "peak_by_item": memory_items(found),
+        "plan_peak_allocated": planned_bytes(found),
+        "plan_by_item": dict(Memory.of(case).peak.items),
+        "seconds": {f"{part} {which}": s for (part, which), s in found.seconds.items()},
+        "seconds_of_step": sum(found.seconds.values()),
+        "seconds_of_loopback": _of_part(found, "loopback"),
+        "seconds_by_the_host": found.wall,
+        "flops": found.usage.flops,
+        "wire": {what: {"bytes": size, "seconds": s} for what, (size, s) in wire_items(found)},
+        "fit": None if fit is None else {
+            "rows": list(fit.rows), "peak_allocated": list(fit.measured), "base": fit.base,
+            "bytes_per_row": fit.slope, "r2": fit.r2, "residuals": fit.residuals,
+        },
+        "unrepeated": None if found.unrepeated is None else list(found.unrepeated),
+    }  # fmt: skip
+
+
+def memory_items(found: Rehearsal) -> dict[str, int]:
+    """The peak by item. Transient is what is left of it: the work of the busiest moment, less
+    what is not there yet at that moment."""
+    known = {
+        **found.resident,
+        "adapter gradients": found.gradients,
+        "kept for the backward pass": found.kept,
+    }
+    return {**known, "transient": found.peak - sum(known.values())}
+
+
+def planned_bytes(found: Rehearsal) -> int:
+    """What the plan says that PyTorch's allocator gives out at the peak."""
+    items = Memory.of(found.case).peak.items
+    return sum(size for name, size in items.items() if name not in _OUTSIDE)
+
+
+def wire_items(found: Rehearsal) -> list[tuple[str, tuple[int, float]]]:
+    """(what, (bytes received, seconds on the stated links)) of a step, the longest first."""
+    total: dict[str, tuple[int, float]] = {}
+    for transfer in found.transfers:
+        what = transfer.what.split(", unit")[0]
+        size, seconds = total.get(what, (0, 0.0))
+        size += transfer.near + transfer.far
+        total[what] = (size, seconds + _link_seconds(transfer, found.case.links))
+    return sorted(total.items(), key=lambda item: -item[1][1])
+
+
+def _link_seconds(transfer: Transfer, links: Links) -> float:
+    """By the plan's rule, from the bytes that were counted."""
+    exchange = transfer.what.startswith("all_to_all")
+    return link_seconds(
+        wire.Transfer(
+            phase="",
+            unit=0,
+            item=transfer.what,
+            received=transfer.near + transfer.far,
+            pattern=wire.EXCHANGE if exchange else wire.GATHER,
+            ranks=transfer.ranks,
+        ),
+        links,
+    )
+
+
+def _memory(found: Rehearsal) -> Iterator[Sequence[str]]:
+    yield "item", "GiB"
+    for name, size in memory_items(found).items():
+        yield name, f"{size / GIB:.3f}"
+    yield "peak allocated", f"{found.peak / GIB:.3f}"
+    if found.usage.reserved is not None:
+        yield "peak reserved", f"{found.usage.reserved / GIB:.3f}"
+    planned = planned_bytes(found)
+    yield f"plan of the same ({100 * (planned / found.peak - 1):+.1f} %)", f"{planned / GIB:.3f}"
+
+
+def _seconds(found: Rehearsal) -> Iterator[Sequence[str]]:
+    yield "part", *PASSES, "all"
+    for part in PARTS:
+        cells = [found.seconds.get((part, which), 0.0) for which in PASSES]
+        if any(cells):
+            yield part, *(f"{s:.3f}" if s else "-" for s in cells), f"{sum(cells):.3f}"
+    sums = [sum(found.seconds.get((p, which), 0.0) for p in PARTS) for which in PASSES]
+    yield "all", *(f"{s:.3f}" for s in sums), f"{sum(sums):.3f}"
+
+
+def _wire(found: Rehearsal) -> Iterator[Sequence[str]]:
+    yield "exchange", "GB received", "seconds"
+    items = wire_items(found)
+    for what, (size, seconds) in items:
+        yield what, f"{size / 1e9:.4f}", f"{seconds:.4f}"
+    sizes, seconds = sum(size for _, (size, _) in items), sum(s for _, (_, s) in items)
+    yield "all", f"{sizes / 1e9:.4f}", f"{seconds:.4f}"
+
+
+def _fit(found: Rehearsal) -> Iterator[Sequence[str]]:
+    fit = found.fit
+    assert fit is not None
+    yield "rows", "peak, GiB", "line, GiB", "residual, MiB", "%"
+    for rows, size, left in zip(fit.rows, fit.measured, fit.residuals, strict=True):
+        shown = f"{size / GIB:.4f}", f"{fit.at(rows) / GIB:.4f}", f"{left / (1 << 20):.2f}"
+        yield f"{rows:,}", *shown, f"{100 * left / size:.3f}"
+
+
+def _repeat(unrepeated: Sequence[str]) -> str:
+    if not unrepeated:
+        return "a second run of the same step: the same bits, loss and every gradient"
+    return f"a second run of the same step: {len(unrepeated)} differ, such as {unrepeated[0]}"
+
+
+def _of_part(found: Rehearsal, part: str) -> float:
+    return sum(seconds for (p, _), seconds in found.seconds.items() if p == part)
+
+
+def _columns(rows: Iterator[Sequence[str]]) -> Iterator[str]:
+    """Words to the left, figures to the right."""
+    every = list(rows)
+    widths = [max(len(row[n]) for row in every) for n in range(len(every[0]))]
+    for first, *others in every:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield "  " + "  ".join([first.ljust(widths[0]), *cells]).rstrip()

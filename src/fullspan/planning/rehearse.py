@@ -1,0 +1,346 @@
+"""The steps of one rank of many, run on one device: real model, kernels and sizes, made-up peers.
+
+Built as train/setup.py builds a run, over a loopback group (parallel/loopback.py), with weights of
+the checkpoint or, where model.path has only a config.json, random ones (stand_in.py). What is
+measured: memory by item, time by part, the bytes of every exchange, and peaks over several lengths.
+docs/rehearsal.md says what is real in it and what is not.
+
+A rehearsed step is one pack of this rank and an optimizer step, whatever train.accumulation is.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from fullspan.checkpoint.load import load_model
+from fullspan.checkpoint.safetensors_io import WEIGHT_SUFFIXES
+from fullspan.data.packing import Pack
+from fullspan.errors import BackendError, ConfigError
+from fullspan.models.dsa.model import DsaForCausalLM
+from fullspan.ops.backend import resolve
+from fullspan.parallel.loopback import Transfer, loopback_mesh
+from fullspan.parallel.mesh import Mesh
+from fullspan.parallel.sequence import Partition
+from fullspan.parallel.shard import FlatUnit, ShardedWeights
+from fullspan.planning.case import Assumptions, Case
+from fullspan.planning.linear_fit import LinearFit
+from fullspan.planning.measure import Usage, measure
+from fullspan.planning.phases import Place, TimedTraffic, Timeline, follow, medians
+from fullspan.planning.report import explain_out_of_memory
+from fullspan.planning.stand_in import SyntheticRanks, Values, random_model, synthetic_pack
+from fullspan.shapes import Tensor
+from fullspan.train.config import RunConfig
+from fullspan.train.session import Session
+from fullspan.train.setup import DTYPES, adapt, seed_generators
+
+ADAPTER_STD = 0.02  # of lora_b, which is zero in a fresh adapter
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsalOptions:
+    """What is rehearsed.
+
+    rank, world   this rank's number; None: the last. Ranks in all; None: dp x cp
+    warmup        steps before those that are measured
+    steps         measured steps; times are the median
+    lengths       packs whose peaks the fit is made of, beside the run's own; (): no fit
+    repeat        run one step twice and compare the bits of its loss and gradients
+    assumed       what the plan assumes too: imbalance of experts, documents, trained rows
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    rank: int | None = None
+    world: int | None = None
+    warmup: int = 1
+    steps: int = 2
+    lengths: Sequence[int] = ()
+    repeat: bool = False
+    assumed: Assumptions = field(default_factory=Assumptions)
+
+    def __post_init__(self) -> None:
+        for name, least in (("warmup", 0), ("steps", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name} is {getattr(self, name)}: it must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What was measured, of one step where nothing else is said.
+
+    usage      above the resident bytes
+    resident   bytes by item that are there all the time
+    gradients  bytes of the adapters' gradients, which come during the backward pass
+    kept       bytes that the forward pass leaves for the backward pass
+    seconds    by part and pass; wall: of the whole step by the host's clock
+    transfers  every exchange
+    fit        of peaks over rows; None where no lengths were asked for
+    unrepeated names of what was not the same bits in a second run; None: there was none
+    """
+
+    case: Case
+    rank: int
+    device: str
+    random_weights: bool
+    usage: Usage
+    resident: Mapping[str, int]
+    gradients: int
+    kept: int
+    seconds: Mapping[Place, float]
+    wall: float
+    transfers: Sequence[Transfer]
+    fit: LinearFit | None = None
+    unrepeated: Sequence[str] | None = None
+
+    @property
+    def peak(self) -> int:
+        """Most bytes that PyTorch's allocator had given out."""
+        before = sum(self.resident.values()) if self.usage.before is None else self.usage.before
+        return before + self.usage.peak
+
+
+def rehearse(
+    config: RunConfig, options: RehearsalOptions, device: torch.device, say: Say
+) -> Rehearsal:
+    """Rehearse a run's steps on `device`; `say` is told what happens.
+
+    Raises:
+        FullspanError: the configuration, the model folder or a backend cannot be used.
+        BackendError: the rank does not fit on the device; the message names the plan's items.
+    """
+    case = Case.load(config, world=options.world, assumed=options.assumed)
+    rank = case.world - 1 if options.rank is None else options.rank
+    stage = Stage(case, rank, device)
+    try:
+        return stage.play(options, say)
+    except torch.OutOfMemoryError as error:
+        total = torch.cuda.get_device_properties(device).total_memory
+        plan = explain_out_of_memory(config, case.world, capacity=total)
+        raise BackendError(
+            f"rank {rank} of {case.world} runs out of memory while {stage.doing}: {plan}; "
+            f"PyTorch: {str(error).splitlines()[0]}"
+        ) from None
+
+
+class Stage:
+    """One rank, set up to be measured. others: what makes up the other ranks."""
+
+    def __init__(
+        self,
+        case: Case,
+        rank: int,
+        device: torch.device,
+        others: type[SyntheticRanks] = SyntheticRanks,
+    ) -> None:
+        self.case, self.rank, self.device = case, rank, device
+        self.doing = "it loads the weights"
+        self.values = Values(device)
+        self.timeline = Timeline(device)
+        self.traffic = TimedTraffic(self.timeline)
+        dtype = DTYPES[case.run.model.dtype]
+        index = case.model.index_n_heads * case.model.index_head_dim * dtype.itemsize
+        self.others = others(
+            imbalance=case.assumed.imbalance, values=self.values, index=(index, dtype)
+        )
+        self.mesh = loopback_mesh(
+            case.run.parallel, rank=rank, size=case.world, device=device,
+            ranks_per_node=case.links.ranks_per_node, traffic=self.traffic, others=self.others,
+        )  # fmt: skip
+        folder = Path(case.run.model.path)
+        self.random_weights = not any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir())
+
+    def open(self) -> Session:
+        """The session of this rank, with adapters whose every gradient is alive."""
+        run = self.case.run
+        seed_generators(run.train.seed + self.rank)
+        model = self._model(run, self.mesh)
+        if isinstance(model.weights, ShardedWeights):
+            self.others.units = model.weights.units
+        session, _ = adapt(model, run, self.mesh)
+        with torch.no_grad():
+            for name, parameter in session.adapters.items():
+                if name.endswith("lora_b"):
+                    self.values.normal(name, parameter, ADAPTER_STD)
+        follow(model, self.timeline)
+        return session
+
+    def play(self, options: RehearsalOptions, say: Say) -> Rehearsal:
+        """Everything that is measured, in order."""
+        say(f"rank {self.rank} of {self.case.world}: loading the weights")
+        session = self.open()
+        resident = resident_bytes(session, self.others.units)
+        length = self.case.pack
+        for turn in range(options.warmup):
+            say(f"warm-up step {turn + 1} of {options.warmup}, {length:,} tokens")
+            self.doing = "it warms up"
+            self.step(session, length)
+        self.doing = f"it runs a step of {length:,} tokens"
+        kept = measure(self.device, lambda: self._forward(session, length)).kept
+        self.traffic.transfers.clear()
+        usage, seconds, walls = self._measured(session, length, options.steps)
+        transfers = self._of_one_step(len(walls))
+        say(f"a step takes {median(walls):.3f} s")
+        unrepeated = self.unrepeated(session, length) if options.repeat else None
+        fit = self._fit(session, options.lengths, usage, resident, say)
+        return Rehearsal(
+            case=self.case,
+            rank=self.rank,
+            device=_device_name(self.device),
+            random_weights=self.random_weights,
+            usage=usage,
+            resident=resident,
+            gradients=_bytes(session.adapters.values()),
+            kept=kept,
+            seconds=seconds,
+            wall=median(walls),
+            transfers=transfers,
+            fit=fit,
+            unrepeated=unrepeated,
+        )
+
+    def step(self, session: Session, length: int) -> float:
+        """One pack of `length` rows and an optimizer step; its loss."""
+        loss = self._backward(session, length)
+        self.timeline.enter("update", "step")
+        session.optim_step()
+        return loss
+
+    def unrepeated(self, session: Session, length: int) -> list[str]:
+        """What differs between two runs of the same pack from the same adapters."""
+        self.doing = "it runs a pack twice"
+        runs = []
+        for _ in range(2):
+            loss = self._backward(session, length)
+            found = {name: g.cpu() for name, g in session.gradients().items()}
+            runs.append({"loss": torch.tensor(loss, dtype=torch.float64), **found})
+            session.zero_grad()
+        first, second = runs
+        return [name for name, value in first.items() if not torch.equal(value, second[name])]
+
+    def _model(self, run: RunConfig, mesh: Mesh) -> DsaForCausalLM:
+        dtype = DTYPES[run.model.dtype]
+        options = resolve(run.ops, self.device, dtype)
+        folder, eps = Path(run.model.path), run.model.latent_norm_eps
+        recompute, shard = run.train.recompute, run.parallel.shard_weights
+        if self.random_weights:
+            return random_model(
+                folder, self.values, dtype=dtype, options=options, recompute=recompute,
+                latent_norm_eps=eps, mesh=mesh, shard_weights=shard,
+            )  # fmt: skip
+        return load_model(
+            folder, dtype=dtype, device=self.device, options=options, recompute=recompute,
+            latent_norm_eps=eps, mesh=mesh, shard_weights=shard,
+        )  # fmt: skip
+
+    def _forward(self, session: Session, length: int) -> Tensor:
+        return session.forward(session.place(self._packs(length)[0]))
+
+    def _backward(self, session: Session, length: int) -> float:
+        return session.forward_backward(self._packs(length)).loss
+
+    def _packs(self, length: int) -> list[Pack]:
+        """A pack for each replica, all alike."""
+        case = self.case
+        partition = Partition(mode=case.run.parallel.partition, size=case.cp, length=length)
+        self.others.first = int(partition.rows(self.mesh.cp.rank)[0])
+        pack = synthetic_pack(
+            length,
+            document=case.assumed.document,
+            trained=case.assumed.trained,
+            vocab=case.model.vocab_size,
+        )
+        return [pack] * case.dp
+
+    def _measured(
+        self, session: Session, length: int, steps: int
+    ) -> tuple[Usage, dict[Place, float], list[float]]:
+        """Memory, median seconds by place, and seconds of each step. The profiler that counts a
+        CPU's memory is slow: there a step of its own is counted."""
+        runs: list[dict[Place, float]] = []
+        walls: list[float] = []
+
+        def timed() -> None:
+            for _ in range(steps):
+                begin = time.perf_counter()
+                self.timeline.start()
+                self.step(session, length)
+                runs.append(self.timeline.stop())
+                walls.append(time.perf_counter() - begin)
+
+        if self.device.type == "cuda":
+            usage = measure(self.device, timed)
+        else:
+            timed()
+            transfers = list(self.traffic.transfers)
+            usage = measure(self.device, lambda: self.step(session, length))
+            self.traffic.transfers[:] = transfers
+        return usage, medians(runs), walls
+
+    def _of_one_step(self, steps: int) -> list[Transfer]:
+        every = self.traffic.transfers
+        return every[: len(every) // steps]
+
+    def _fit(
+        self,
+        session: Session,
+        lengths: Sequence[int],
+        usage: Usage,
+        resident: Mapping[str, int],
+        say: Say,
+    ) -> LinearFit | None:
+        if not lengths:
+            return None
+        before = sum(resident.values()) if usage.before is None else usage.before
+        peaks = {self.case.pack: before + usage.peak}
+        for length in sorted(set(lengths) - set(peaks), reverse=True):
+            self.doing = f"it runs a step of {length:,} tokens"
+            found = measure(self.device, lambda length=length: self.step(session, length))
+            peaks[length] = (before if found.before is None else found.before) + found.peak
+            say(f"{length:,} tokens: {peaks[length] / (1 << 30):.3f} GiB")
+        found = sorted(peaks)
+        rows = [length // self.case.cp for length in found]
+        return LinearFit.of(rows, [peaks[length] for length in found])
+
+
+def even_lengths(case: Case, count: int) -> list[int]:
+    """`count` packs of evenly growing length up to the run's own, each of which the ranks can
+    share.
+
+    Raises:
+        ConfigError: the pack is too short for that many.
+    """
+    multiple = case.run.parallel.pack_multiple(case.world)
+    lengths = {case.pack * (turn + 1) // count // multiple * multiple for turn in range(count)}
+    if len(lengths) < count or 0 in lengths:
+        raise ConfigError(
+            f"data.pack_length is {case.pack}: {count} lengths that are multiples of {multiple} "
+            "do not fit in it (option --lengths)"
+        )
+    return sorted(lengths)
+
+
+def resident_bytes(session: Session, units: Sequence[FlatUnit]) -> dict[str, int]:
+    """What a session holds all the time, by item. units: of its sharded weights."""
+    model = session.model
+    frozen = [p for p in model.parameters() if not p.requires_grad and not p.is_meta]
+    return {
+        "frozen weights": _bytes([*frozen, *model.buffers(), *(unit.shard for unit in units)]),
+        "adapters": _bytes(session.adapters.values()),
+        "Adam moments": _bytes(session.optimizer.state_tensors().values()),
+    }
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the storages, each counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -1,0 +1,95 @@
+"""A rehearsed rank takes the bytes and the FLOPs of that rank among real ones.
+
+Both run the same steps on the same weights and pack. How many rows the router of every other rank
+sends is all that a rehearsal cannot know, so here it is told: the counts that arrived at the real
+rank, in their order.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullspan.parallel import expert
+from fullspan.planning.case import Case
+from fullspan.planning.measure import Usage, measure
+from fullspan.planning.rehearse import Stage
+from fullspan.planning.stand_in import SyntheticRanks, synthetic_pack
+from fullspan.shapes import Tensor
+from fullspan.train.config import RunConfig
+from fullspan.train.setup import open_session
+from tests.support.ranks import run_ranks
+from tests.support.runs import mesh_of, run_config
+
+# The tiny checkpoint's index_topk is 64. Rows enough that no peak is in a gather of weights, for which
+# gloo holds a second copy and NCCL does not.
+LENGTH = 768
+SPLITS: list[dict[str, Any]] = [
+    {"cp": 2, "ep": 2, "balance_indexer": "on"},
+    {"cp": 4, "ep": 2, "shard_weights": True},
+    {"dp": 2, "cp": 2, "ep": 4},
+]
+CPU = torch.device("cpu")
+
+
+class _Replay(SyntheticRanks):
+    """Other ranks that send as many rows to each expert as they once did."""
+
+    def replay(self, counts: list[Tensor]) -> None:
+        self._counts = iter(counts)
+
+    def counts(self, incoming: Tensor, outgoing: Tensor) -> None:
+        incoming.copy_(next(self._counts))
+
+
+def _real(rank: int, size: int, config: RunConfig) -> tuple[int, int | None, list[Tensor]]:
+    """Peak bytes and FLOPs of the second step, and the counts that arrived in both."""
+    arrived: list[Tensor] = []
+    exchange = expert.all_to_all_rows
+
+    def observed(*args: Any, **kwargs: Any) -> Tensor:
+        out = exchange(*args, **kwargs)
+        if out.dtype == torch.int64:
+            arrived.append(out.clone())
+        return out
+
+    expert.all_to_all_rows = observed  # in this process, which ends with the function
+    parallel = config.parallel
+    session, _ = open_session(config, mesh_of(**vars(parallel)))
+    vocab = session.model.config.vocab_size
+    pack = synthetic_pack(LENGTH, document=0, trained=1.0, vocab=vocab)
+
+    def step() -> None:
+        session.forward_backward([pack] * parallel.dp)
+        session.optim_step()
+
+    step()
+    usage = measure(CPU, step)
+    return usage.peak, usage.flops, arrived
+
+
+def _rehearsed(config: RunConfig, rank: int, counts: list[Tensor]) -> Usage:
+    stage = Stage(Case.load(config, world=None), rank, CPU, others=_Replay)
+    assert isinstance(stage.others, _Replay)
+    stage.others.replay(counts)
+    session = stage.open()
+    stage.step(session, LENGTH)
+    return measure(CPU, lambda: stage.step(session, LENGTH))
+
+
+@pytest.mark.parametrize("parallel", SPLITS, ids=str)
+def test_a_rehearsed_rank_takes_what_the_real_one_takes(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    folder = tiny_checkpoints["glm_moe_dsa"]
+    ops = {"workspace_bytes": 1 << 21, "loss_chunk_rows": 32}
+    data = {"pack_length": LENGTH}
+    config = run_config(folder, tmp_path, "run", parallel=parallel, data=data, ops=ops)
+    world = parallel.get("dp", 1) * parallel["cp"]
+    real = run_ranks(world, _real, config)
+    for rank in (0, world - 1):
+        peak, flops, counts = real[rank]
+        usage = _rehearsed(config, rank, counts)
+        assert usage.peak == pytest.approx(peak, rel=0.02), rank
+        assert usage.flops == pytest.approx(flops, rel=0.02), rank
