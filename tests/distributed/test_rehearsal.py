@@ -22,8 +22,8 @@ from fullspan.train.setup import open_session
 from tests.support.ranks import run_ranks
 from tests.support.runs import mesh_of, run_config
 
-# The tiny checkpoint's index_topk is 64. Rows enough that no peak is in a gather of weights, for which
-# gloo holds a second copy and NCCL does not.
+# The tiny checkpoint's index_topk is 64. Rows enough that no peak is in a gather of weights, for
+# which gloo holds a second copy and NCCL does not.
 LENGTH = 768
 SPLITS: list[dict[str, Any]] = [
     {"cp": 2, "ep": 2, "balance_indexer": "on"},

@@ -3,6 +3,9 @@
 How whole runs end is in tests/cli/test_lost_ranks.py.
 """
 
+import multiprocessing
+import os
+import signal
 import socket
 import time
 from datetime import timedelta
@@ -11,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fullspan.parallel.watch as watch_module
 from fullspan.errors import RankLostError
 from fullspan.parallel.collectives import all_reduce_sum, gather_rows, start_all_gather_rows
 from fullspan.parallel.group import Group
@@ -116,6 +120,64 @@ def test_exchanges_are_numbered_in_their_activity_and_waits_keep_the_number():
             (2, "step 2", 0, 0, ""),
         ]
         assert not any(n.waiting for n in seen)
+
+
+def host(port: int, ready) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=True)
+    ready.set()
+    time.sleep(60)
+    del store
+
+
+def test_a_store_whose_host_has_stopped_does_not_hold_up_the_error(monkeypatch):
+    monkeypatch.setattr(watch_module, "SECONDS_FOR_AN_ANSWER", 0.3)
+    monkeypatch.setattr(watch_module, "SECONDS_OF_SILENCE", 0.1)
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    ready = context.Event()
+    process = context.Process(target=host, args=(port, ready), daemon=True)
+    process.start()
+    assert ready.wait(60)
+    assert process.pid is not None
+    with Watch(rank=1, size=2, store=client_store("127.0.0.1", port, "watch")) as watch:
+        os.kill(process.pid, signal.SIGSTOP)
+        error = watch.lost(RuntimeError("[gloo/pair.cc:5] Read error. This is typically ..."))
+    process.kill()
+    process.join()
+    assert str(error) == (
+        "rank 1 has lost a rank at the start of the run, before its first exchange, and the host "
+        "of rank 0, where ranks say what they do, does not answer: Read error."
+    )
+
+
+def test_where_an_exchange_cannot_fail_the_verdict_is_printed_before_the_end(monkeypatch, capfd):
+    """NCCL's watchdog ends the process, so the thread has to speak, and must not fall silent."""
+    monkeypatch.setattr(watch_module, "SECONDS_OF_SILENCE", 1.2)
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True)
+    watches = [
+        Watch(
+            rank=rank,
+            size=3,
+            store=client_store("127.0.0.1", port, "watch"),
+            timeout_seconds=1.0,
+            end_is_sudden=True,
+        )
+        for rank in range(3)
+    ]
+    with watches[2]:
+        watches[2].begin("step 4")
+    with watches[0], watches[1]:
+        for watch in watches[:2]:
+            watch.begin("step 4")
+            with watch.exchange("all_gather of the latent"):
+                pass
+        time.sleep(3.5)
+    del store
+    err = capfd.readouterr().err  # with what PyTorch says about the store of another test
+    lines = sorted(line for line in err.splitlines() if line.startswith("fullspan:"))
+    assert len(lines) == 2 and lines[0][18:] == lines[1][18:], lines
+    assert lines[0].startswith("fullspan: rank 0: rank 2 has not answered for "), lines
+    assert lines[1].startswith("fullspan: rank 1: rank 2 has not answered for "), lines
 
 
 def test_one_rank_posts_nothing_and_starts_no_thread():

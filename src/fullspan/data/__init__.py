@@ -1,3 +1,1 @@
-"""From files to packs: reading, chat rendering, packing, order. Leaves out anything that knows
-about ranks.
-"""
+"""From files to packs: reading, chat rendering, packing, order. Nothing here knows of ranks."""

@@ -141,9 +141,7 @@ def encode_chat(
 
 
 def learned_spans(chat: ChatFormat, text: str) -> list[tuple[int, int]]:
-    """[start, end) in characters of what each assistant turn in a rendered conversation learns,
-    stop token included.
-    """
+    """[start, end), in characters, of what each rendered assistant turn learns, stop included."""
     spans: list[tuple[int, int]] = []
     at = text.find(chat.header)
     while at >= 0:

@@ -1,5 +1,4 @@
-"""Real long-document questions from the Python standard library of this machine, as `messages`
-JSONL.
+"""Real long-document questions, as `messages` JSONL, from this Python's standard library.
 
 One sample is the whole source of a module, a question about one function in it, and the first
 paragraph of that function's docstring as the answer; every line of the answer stands in the source.
@@ -74,8 +73,7 @@ class DemoFiles:
 def write_demo(
     folder: Path, *, samples: int = 256, held_out: int = 32, max_context_bytes: int = 6000
 ) -> DemoFiles:
-    """Writes train.jsonl and heldout.jsonl into `folder`, with at most `samples` and `held_out`
-    rows.
+    """Writes train.jsonl and heldout.jsonl into `folder`: at most `samples` and `held_out` rows.
 
     Modules larger than max_context_bytes are left out. Raises DataError when that leaves nothing
     for a file.

@@ -1,11 +1,10 @@
-"""One checked row into a Document: tokens, and which of them are learned. Leaves out the chat
-template (chat.py).
+"""One checked row into a Document: tokens, and which of them are learned.
 
 A prompt_completion row learns the completion and an eos; text and files learn everything and an
 eos; tokens learn everything unless labels or mask say otherwise, and get no eos. Special tokens
 that are spelled out in text and prompt_completion rows are recognised, since such data is often
-rendered beforehand; in plain files they are characters like any other; messages refuse them
-(chat.py).
+rendered beforehand; in plain files they are characters like any other; messages refuse them.
+Leaves out the chat template (chat.py).
 """
 
 import torch
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fullspan.data.chat import ChatFormat, encode_chat, learn_format
 from fullspan.data.formats import Row
-from fullspan.data.packing import Document
+from fullspan.data.packing import IGNORE, Document
 from fullspan.data.report import FieldError
 from fullspan.errors import DataError
 
@@ -32,17 +31,13 @@ class Encoder:
 
     @property
     def chat(self) -> ChatFormat:
-        """What the chat template does, learned once. Raises DataError when there is no usable
-        template.
-        """
+        """What the chat template does, learned once. Raises DataError when none is usable."""
         if self._chat is None:
             self._chat = learn_format(self.tokenizer)
         return self._chat
 
     def encode(self, row: Row) -> Document:
-        """Raises RowError naming file, line and field when the row does not fit tokenizer or
-        template.
-        """
+        """Raises RowError, with file, line and field, for a row that does not fit."""
         try:
             tokens, trained = self._encode(row)
             self._check_range(tokens, row.format)
@@ -63,7 +58,7 @@ class Encoder:
         if row.format == "tokens":
             tokens = value["tokens"]
             if "labels" in value:
-                return tokens, [label != -100 for label in value["labels"]]
+                return tokens, [label != IGNORE for label in value["labels"]]
             return tokens, [bool(flag) for flag in value.get("mask", [1] * len(tokens))]
         prompt: list[int] = []
         if row.format == "prompt_completion":

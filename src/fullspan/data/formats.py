@@ -1,9 +1,8 @@
-"""Files into checked rows: finds the files, reads lines, settles the format. Leaves out tokens
-(encode.py).
+"""Files into checked rows: finds the files, reads lines, settles the format.
 
 BOM, CRLF and blank lines are harmless and counted. Whatever else is wrong with a line is a
 RowError, which the ReadLog raises or counts. Rows are read one at a time, but every document of a
-data set is held in memory afterwards.
+data set is held in memory afterwards. Leaves out tokens (encode.py).
 """
 
 import glob
@@ -23,9 +22,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One sample. `value` holds the checked fields of its format (schema.py); for "files" it is
-    {"text": content}.
-    """
+    """One sample. value: the checked fields of its format (schema.py), {"text": ..} of "files"."""
 
     file: Path
     line: int
@@ -42,8 +39,9 @@ class Row:
 
 
 def find_files(path: str) -> list[Path]:
-    """The files that `path` (a file, a folder or a glob) names, sorted; hidden ones left out of
-    folders and globs.
+    """The files that `path` (a file, a folder or a glob) names, sorted.
+
+    Hidden ones are left out of folders and globs.
     """
     place = Path(path).expanduser()
     if place.is_file():
@@ -64,12 +62,11 @@ def find_files(path: str) -> list[Path]:
 
 
 def read_rows(path: str, format: str, log: ReadLog) -> Iterator[Row]:
-    """Rows of every file that `path` names, in file and line order. `format` is one of
-    config.FORMATS.
+    """Rows of every file that `path` names, in file and line order.
 
-    With "auto", files ending in .jsonl, .ndjson or .json are JSONL whose format the first row
-    decides, others are plain files. Raises DataError, or RowError for a bad row unless `log` allows
-    it.
+    `format` is one of config.FORMATS. With "auto", files ending in .jsonl, .ndjson or .json are
+    JSONL whose format the first row decides, others are plain files. Raises DataError, or RowError
+    for a bad row unless `log` allows it.
     """
     files = find_files(path)
     if format == "auto":

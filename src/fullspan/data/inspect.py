@@ -75,10 +75,10 @@ def sample_text(
     color: bool = False,
     full: bool = False,
 ) -> str:
-    """The decoded document, trained tokens marked; long untrained runs are cut in the middle unless
-    `full`.
+    """The decoded document, trained tokens marked.
 
-    A mark stands inside the document as the mask does, before the shift by one that packing does.
+    Long untrained runs are cut in the middle unless `full`. A mark stands inside the document as
+    the mask does, before the shift by one that packing does.
     """
     pieces: list[str] = []
     pairs = zip(document.tokens.tolist(), document.trained.tolist())

@@ -51,8 +51,7 @@ def load_packs(
 ) -> tuple[list[Pack], PackingReport]:
     """Packs of `path` (config.path or config.eval_path), and what became of every row.
 
-    vocab_size is the model's (default: the tokenizer's). Raises DataError naming file, line and
-    field.
+    vocab_size: the model's; None: the tokenizer's. Raises DataError with file, line and field.
     """
     documents, log = load_documents(path, config, tokenizer, vocab_size=vocab_size)
     return pack_documents(

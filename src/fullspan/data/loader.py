@@ -78,9 +78,7 @@ class PackLoader:
         }
 
     def load_state(self, state: dict[str, int | str | bool]) -> None:
-        """Continues where `state` was taken. Raises DataError when data, seed or shuffle are others
-        than then.
-        """
+        """Continues where `state` was taken. Raises DataError when data, seed or shuffle differ."""
         now = self.state()
         if set(state) != set(now):
             raise DataError(f"loader state: got keys {sorted(state)}, expected {sorted(now)}")

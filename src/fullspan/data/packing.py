@@ -1,9 +1,8 @@
-"""Documents into packs of one fixed length. Leaves out tokenising (encode.py) and the order of
-packs (loader.py).
+"""Documents into packs of one fixed length.
 
 Best-fit decreasing: documents from the longest to the shortest, each into the fullest pack that
 still has room. Deterministic, and within 11/9 of the fewest possible packs, up to a constant
-(Johnson et al. 1974).
+(Johnson et al. 1974). Leaves out tokenising (encode.py) and the order of packs (loader.py).
 """
 
 import bisect
@@ -109,12 +108,11 @@ class _Counts:
 def pack_documents(
     documents: list[Document], *, pack_length: int, overlong: str, pad_token: int, log: ReadLog
 ) -> tuple[list[Pack], PackingReport]:
-    """Packs in order of their first document. Documents stay whole unless `overlong` is truncate or
-    split.
+    """Packs in order of their first document.
 
-    A document without a trained token is left out and counted. Raises DataError for a document
-    longer than pack_length when overlong is "error", and when no trained token is left in the whole
-    data set.
+    Documents stay whole unless `overlong` is truncate or split. A document without a trained token
+    is left out and counted. Raises DataError for a document longer than pack_length when overlong
+    is "error", and when no trained token is left in the whole data set.
     """
     counts = _Counts()
     for document in documents:
@@ -160,11 +158,9 @@ def _fit(document: Document, pack_length: int, overlong: str, counts: _Counts) -
 
 
 def assign(lengths: list[int], pack_length: int) -> list[list[int]]:
-    """Best-fit decreasing: groups of indices whose lengths sum to at most pack_length, every index
-    once.
+    """Best-fit decreasing: every index in one group, whose lengths sum to at most pack_length.
 
-    Indices ascend within a group; groups are in order of their first index. Ties: the pack opened
-    first.
+    Indices ascend within a group, groups by their first index. Ties: the pack opened first.
     """
     groups: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free rows, group), ascending

@@ -1,5 +1,6 @@
-"""What was read and what became of it: nothing may vanish without a count. Leaves out how it is
-printed (inspect.py).
+"""What was read and what became of it: nothing may vanish without a count.
+
+Leaves out how it is printed (inspect.py).
 """
 
 from dataclasses import dataclass, field
@@ -9,9 +10,7 @@ from fullspan.errors import DataError
 
 
 class RowError(DataError):
-    """One row that cannot be used: the message is `FILE line N, field F: reason` (N from 1; F left
-    out if unknown).
-    """
+    """One row that cannot be used: `FILE line N, field F: reason`, N from 1, F only if known."""
 
     def __init__(self, file: Path, line: int, where: str, reason: str) -> None:
         at = f"{file} line {line}" if line else f"{file}"
@@ -61,8 +60,7 @@ class ReadLog:
 
 @dataclass(frozen=True, kw_only=True)
 class PackingReport:
-    """Counts of one data set. Lengths are tokens. `check` holds for every report that this package
-    makes.
+    """Counts of one data set, lengths in tokens. `check` holds for every report made here.
 
     rows = len(bad_rows) + documents
     documents + (pieces - split) = packed_documents + dropped + untrained
@@ -95,9 +93,7 @@ class PackingReport:
     repeated_tokens: int
     """each piece after the first repeats the last token of the piece before as untrained context"""
     untrained: int
-    """documents (or pieces) without a token to train; left out of the packs, they could change
-    nothing
-    """
+    """documents or pieces without a token to train, left out: they could change nothing"""
     untrained_tokens: int
 
     @property

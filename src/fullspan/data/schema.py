@@ -1,5 +1,4 @@
-"""What a row of each format may hold. Leaves out what depends on the tokenizer (encode.py,
-chat.py).
+"""What a row of each format may hold. Leaves out what the tokenizer decides (encode.py, chat.py).
 
 messages           {"messages": [{"role", "content", "reasoning_content"?, "tool_calls"?, ...}],
                     "tools"?: [...]}
@@ -15,6 +14,7 @@ may carry a meaning.
 import json
 from typing import Any
 
+from fullspan.data.packing import IGNORE
 from fullspan.data.report import FieldError
 
 _KEYS = {
@@ -38,14 +38,11 @@ _MESSAGE_KEYS = {
     "tool": ("role", "content", "name", "tool_call_id"),
 }
 _CALL_KEYS = ("id", "type", "index")
-_IGNORE = -100
 _MOST_NESTED = 100
 
 
 def row_format(value: dict[str, Any], expected: str) -> str:
-    """The format whose fields `value` has; refuses another one than `expected` (unless that is
-    "auto").
-    """
+    """The format whose fields `value` has; refuses any but `expected`, unless that is "auto"."""
     fits = [name for name, keys in _REQUIRED.items() if all(key in value for key in keys)]
     have = ", ".join(map(str, value)) or "none"
     if expected in fits:
@@ -250,9 +247,9 @@ def _check_tokens(row: dict[str, Any]) -> None:
         if flag not in (0, 1):
             raise FieldError(f"mask[{index}]", f"expected 0, 1, true or false, got {flag!r}")
     for index, (token, label) in enumerate(zip(tokens, row.get("labels", ()))):
-        if type(label) is not int or label not in (_IGNORE, token):
+        if type(label) is not int or label not in (IGNORE, token):
             raise FieldError(
                 f"labels[{index}]",
-                f"got {label!r}, expected {_IGNORE} or the token itself ({token}): "
+                f"got {label!r}, expected {IGNORE} or the token itself ({token}): "
                 "labels are aligned with tokens, not shifted",
             )

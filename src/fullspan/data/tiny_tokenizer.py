@@ -1,5 +1,4 @@
-"""A byte-level tokenizer of 320 ids that behaves as GLM-5's at every point that training depends
-on.
+"""A byte-level tokenizer of 320 ids that behaves as GLM-5's wherever training depends on it.
 
 One id a byte, so every UTF-8 text round-trips, and GLM's special tokens with GLM's stop rules: no
 end-of-turn token, three eos ids, pad equal to the first eos. Leaves out merges: a tiny model has
@@ -13,9 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB_SIZE = 320
-"""Rows of the embedding that a config.json beside this tokenizer must have: 256 bytes, special
-tokens, spare ids.
-"""
+"""Of config.json too: 256 bytes, special tokens, spare ids."""
 
 _CONTROL_TOKENS = (
     "<|endoftext|>",
@@ -29,8 +26,7 @@ _CONTROL_TOKENS = (
     "<|assistant|>",
     "<|observation|>",
 )
-# Ordinary text may hold these (GLM declares them with special=false): they never open or close a
-# turn.
+# Ordinary text may hold these (GLM declares them with special=false): no turn opens or closes so.
 _TAG_TOKENS = (
     "<think>",
     "</think>",
@@ -48,9 +44,7 @@ _EOS_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerIds:
-    """What config.json must say about the tokenizer. The pad id equals the first eos id, as in
-    GLM-5.
-    """
+    """What config.json must say of the tokenizer. The pad id is the first eos id, as in GLM-5."""
 
     vocab_size: int
     eos_token_id: list[int]
@@ -58,8 +52,7 @@ class TokenizerIds:
 
 
 def write_tokenizer(folder: Path) -> TokenizerIds:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder` (made if
-    missing).
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`.
 
     AutoTokenizer loads the folder, with or without a config.json beside it. Returns the ids that
     config.json needs.

@@ -51,11 +51,6 @@ class PackedLayout:
         """Rows that belong to a document."""
         return int(self.cu_seqlens[-1])
 
-    @property
-    def num_docs(self) -> int:
-        """Documents in the pack."""
-        return self.cu_seqlens.numel() - 1
-
     def positions(self, rows: Int64[Tensor, "rows"]) -> Int64[Tensor, "rows"]:
         """Position of each global row inside its own document; 0 on padding."""
         start, real = self._document_start(rows)

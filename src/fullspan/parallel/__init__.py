@@ -1,3 +1,1 @@
-"""How one packed sequence is spread over ranks: index maps, collectives, and what a model sees of
-both.
-"""
+"""One packed sequence over many ranks: index maps, collectives, and what a model sees of them."""

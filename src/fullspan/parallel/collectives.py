@@ -2,8 +2,7 @@
 
 Nothing else in the package calls `torch.distributed` to move a tensor of the model (checkpointing
 uses PyTorch's own). A group of `None` means one rank: every function is then the identity. Autograd
-lives with the callers; the adjoint of the gather is `reduce_scatter_rows`, which callers run on
-float32.
+lives with the callers.
 
 `what` names the tensor in the message about a rank that is lost; every collective can raise
 RankLostError, see watch.py.
@@ -45,10 +44,10 @@ class PendingTensor:
 
 
 def start_all_gather_rows(local: Tensor, group: Group | None, what: str = "rows") -> PendingTensor:
-    """[rows, ...] on each rank -> [ranks * rows, ...] on every rank, in rank order. Adjoint:
-    `reduce_scatter_rows`.
+    """[rows, ...] on each rank -> [ranks * rows, ...] on every rank, in rank order.
 
-    Not differentiable by itself. Returns at once; the input must not change before `wait`.
+    Adjoint: `start_reduce_scatter_rows`, which callers run on float32. Not differentiable by
+    itself. Returns at once; the input must not change before `wait`.
     """
     if group is None:
         return PendingTensor(local)
@@ -65,8 +64,7 @@ def start_reduce_scatter_rows(
 ) -> PendingTensor:
     """[ranks * rows, ...] on each rank -> [rows, ...]: rank r gets the sum over ranks of slice r.
 
-    The adjoint of `start_all_gather_rows`. The sum runs in the dtype of `full`; callers pass
-    float32.
+    The adjoint of `start_all_gather_rows`. The sum runs in the dtype of `full`.
     """
     if group is None:
         return PendingTensor(full)

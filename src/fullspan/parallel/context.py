@@ -1,17 +1,16 @@
-"""What a model sees of the packed sequence: SequenceContext, made once per microbatch, the identity
-on one rank.
+"""What a model sees of the packed sequence: a SequenceContext for each microbatch.
 
 Every fact about position (place inside the document, key range) is derived here from the pack's
 global document bounds and handed to all layers, so no layer builds a table or asks the host. The
 context also owns the exchanges of an attention layer: the differentiable gather of the latent
 key/value, whose adjoint is a float32 reduce-scatter, and for the frozen indexer the gather of its
-keys and the trade of rows that evens its work (balance.py). It leaves out what is exchanged between
-experts.
+keys and the trade of rows that evens its work (balance.py). On one rank every exchange is the
+identity. It hands on, and leaves to expert.py, what is exchanged between experts.
 
-    forward   gathered = all_gather(latent);       out = sparse_attention(query, gathered,
-              selection)
-    backward  dgathered (float32) = sum over this rank's queries;   dlatent =
-              reduce_scatter(dgathered)
+    forward   gathered  = all_gather(latent)
+              out       = sparse_attention(query, gathered, selection)
+    backward  dgathered = sum over this rank's queries, in float32
+              dlatent   = reduce_scatter(dgathered)
 
 The gather and the attention are one autograd function, because autograd would otherwise round the
 gathered gradient to the latent's dtype before the sum over ranks. A second function stands at the
@@ -88,9 +87,7 @@ class _AwaitGradient(torch.autograd.Function):
 
 
 class _GatheredSparseAttention(torch.autograd.Function):
-    """Sparse attention of local queries over the gathered latent, whose gradient is summed in
-    float32.
-    """
+    """Sparse attention of local queries over the gathered latent; its gradient sums in float32."""
 
     @staticmethod
     def forward(ctx, query, latent, gathered, ids, counts, call: _AttentionCall):
@@ -146,9 +143,7 @@ class GatherOrder:
 
 @dataclass(frozen=True)
 class GatheredLatent:
-    """A layer's latent on its way to every rank. Made by `SequenceContext.start_gather`, used up by
-    `attend`.
-    """
+    """A layer's latent on its way to every rank: from `start_gather`, used up by `attend`."""
 
     local: Float[Tensor, "rows qk"]
     full: PendingTensor

@@ -5,9 +5,9 @@ exchange of experts, sharded weights and the session run as they do among real r
 sizes, memory and work. Nothing leaves the process and no store or address is needed. What the other
 ranks would have sent is made from what this one sends, or by `Others` where it sends nothing:
 
-    all_gather        own slot: own rows; any other: own rows, rolled, and scaled by up to 1.6 %,
-                      each by something else, so that no two keys score alike. Bytes (frozen
-                      weights): `Others.weights`
+    all_gather        own slot: own rows; any other: own rows, rolled, with some columns larger or
+                      smaller by 1.6 %, for each slot others, so that no two keys score alike. Bytes
+                      (frozen weights): `Others.weights`
     reduce_scatter    own slice, without the terms of the others
     all_reduce        what is there: the identity
     all_to_all        counts (int64): what would go to rank r comes from r, times `imbalance`. Rows
@@ -33,7 +33,7 @@ from fullspan.parallel.mesh import Axis, Mesh
 from fullspan.parallel.watch import Watch
 from fullspan.shapes import Tensor
 
-SPREAD = 1 / 32  # width of the band around 1 of what the rows of other ranks are scaled by
+CHANGE = 1 / 64  # of a column; exact in bfloat16, and larger than what rounding would undo
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are far apart for any number of ranks
 
 
@@ -121,9 +121,11 @@ class LoopbackGroup(dist.ProcessGroup):
         others: Others,
     ) -> None:
         super().__init__(rank, len(ranks))  # pyright: ignore[reportCallIssue] the stub lacks it
+        self.ranks = tuple(ranks)
         nodes = [number // ranks_per_node for number in ranks]
         self._here = [node == nodes[rank] for node in nodes]
         self._watch, self._traffic, self._others = watch, traffic, others
+        self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     @torch.no_grad()
     def _gather(self, gathered: Tensor, own: Tensor, options: Any = None) -> dist.Work:
@@ -178,17 +180,24 @@ class LoopbackGroup(dist.ProcessGroup):
         """[ranks, rows, ...] from [rows, ...], without a temporary."""
         rows = len(own)
         for rank, slot in enumerate(slots):
+            shift = int((rank + 1) * _GOLDEN % 1 * rows)
             if rank == self.rank():
                 slot.copy_(own)
-                continue
-            place = (rank + 1) * _GOLDEN % 1
-            shift = int(place * rows)
-            if own.is_floating_point():
-                scale = 1 + (place - 0.5) * SPREAD
-                torch.mul(own[shift:], scale, out=slot[: rows - shift])
-                torch.mul(own[:shift], scale, out=slot[rows - shift :])
+            elif own.is_floating_point():
+                factors = self._factors(own)[rank]
+                torch.mul(own[shift:], factors, out=slot[: rows - shift])
+                torch.mul(own[:shift], factors, out=slot[rows - shift :])
             else:
                 slot.copy_(own.roll(shift, 0))
+
+    def _factors(self, own: Tensor) -> Tensor:
+        """[ranks, ...]: what each slot's columns are multiplied by."""
+        key = (own.shape[1:], own.dtype)
+        if key not in self._made:
+            generator = torch.Generator().manual_seed(0)
+            signs = torch.randint(-1, 2, (self.size(), *own.shape[1:]), generator=generator)
+            self._made[key] = (1 + signs * CHANGE).to(own.device, own.dtype)
+        return self._made[key]
 
     def _begin(self, sizes: list[int]) -> None:
         """sizes: bytes from each rank."""

@@ -51,6 +51,7 @@ class Mesh:
     dp, cp     the first view above
     replicas, ep   the second; ranks along `replicas` hold the same experts and expert adapters
     experts    the DeviceMesh (replicas, ep) that expert adapters are saved with; None on one rank
+               and on made-up ones (loopback.py)
     watch      what every rank is doing
     """
 

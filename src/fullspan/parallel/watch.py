@@ -12,6 +12,7 @@ watchdog ends the process at the timeout. Shortly before, the thread prints the 
 Leaves out ending the other ranks (train/launch.py).
 """
 
+import re
 import sys
 import threading
 import time
@@ -136,7 +137,7 @@ class Watch:
         if error is not None and not isinstance(error, RankLostError):
             text = str(error) if isinstance(error, FullspanError) else type(error).__name__
             self.newest = self.newest._replace(error=text or type(error).__name__)
-            _answer(self._post)
+            answer(self._post)
 
     def lost(self, error: RuntimeError) -> RankLostError:
         """Says which rank this one has lost, from the posts of all, after `error` in an exchange.
@@ -144,13 +145,13 @@ class Watch:
         mine = self.newest
         if self._store is None:
             return RankLostError(
-                f"rank {self.rank} has lost a rank {mine.place()}: {_first_line(error)}"
+                f"rank {self.rank} has lost a rank {mine.place()}: {_reason(error)}"
             )
-        text = _answer(lambda: self._agreed_verdict(mine, _first_line(error)))
+        text = answer(lambda: self._agreed_verdict(mine, _reason(error)))
         if text is None:
             text = (
                 f"rank {self.rank} has lost a rank {mine.place()}, and the host of rank 0, where "
-                f"ranks say what they do, does not answer: {_first_line(error)}"
+                f"ranks say what they do, does not answer: {_reason(error)}"
             )
         return RankLostError(text)
 
@@ -191,11 +192,15 @@ class Watch:
             try:
                 self._post()
                 if self._end_is_sudden and not warned and self._is_stuck():
-                    warned = True
-                    text = self._agreed_verdict(self.newest, "no progress")
-                    print(f"fullspan: rank {self.rank}: {text}", file=sys.stderr, flush=True)
+                    warned = True  # by a thread of its own: this one has to go on posting
+                    threading.Thread(target=self._warn, daemon=True).start()
             except RuntimeError:  # the store is gone, and with it the job
                 return
+
+    def _warn(self) -> None:
+        with suppress(RuntimeError):
+            text = self._agreed_verdict(self.newest, "no progress")
+            print(f"fullspan: rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
     def _is_stuck(self) -> bool:
         """Whether the watchdog is about to end this rank. Before the first activity, while weights
@@ -227,9 +232,9 @@ def client_store(address: str, port: int, prefix: str) -> Store:
     return PrefixStore(prefix, store)
 
 
-def _answer(question: Callable[[], T]) -> T | None:
-    """What `question` gives; None if it fails or takes too long, as it does where the host of the
-    store has stopped."""
+def answer(question: Callable[[], T]) -> T | None:
+    """What `question` to a store gives; None if it fails or takes too long: where the process that
+    has the store is stopped, even connecting never ends, whatever the timeout."""
     answers: list[T] = []
 
     def ask() -> None:
@@ -242,5 +247,7 @@ def _answer(question: Callable[[], T]) -> T | None:
     return answers[0] if answers else None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def _reason(error: BaseException) -> str:
+    """One line without the place in gloo's sources and its general advice."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[[^]]*\] *", "", line).partition(" This is typically")[0]

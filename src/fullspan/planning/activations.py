@@ -13,6 +13,7 @@ the input is float32 itself. An adapter keeps its input and its low-rank product
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from fullspan.planning.case import Case
 from fullspan.planning.model_cost import Adapter
@@ -71,6 +72,7 @@ class Layer:
         """A row's bytes that RMSNorm keeps (models/common/norm.py): the float32 copy and 1/rms."""
         return (width * WIDE if self.case.item != WIDE else 0) + WIDE
 
+    @cached_property
     def saved_attention(self) -> Bytes:
         """By item. models/dsa/attention.py, parallel/context.py, lora/layers.py."""
         case, model, item = self.case, self.case.model, self.case.item
@@ -97,6 +99,7 @@ class Layer:
         found = {name: case.rows * size for name, size in row.items()}
         return {**found, "gathered latent": case.pack * qk * item}
 
+    @cached_property
     def saved_mlp(self) -> Bytes:
         """By item. models/common/{mlp,moe,linear}.py, parallel/expert.py."""
         case, model, item = self.case, self.case.model, self.case.item
@@ -152,7 +155,7 @@ class Layer:
 
     def saved(self) -> int:
         """All of it, the input and selection aside."""
-        parts = (*self.saved_attention().values(), *self.saved_mlp().values())
+        parts = (*self.saved_attention.values(), *self.saved_mlp.values())
         return sum(parts) + self.adapter_casts()
 
     # --------------------------------------------------------------------------- moments
@@ -202,8 +205,8 @@ class Layer:
         stream = case.rows * model.hidden_size * item
         ordered = 1 if case.run.parallel.partition == "contiguous" or case.cp == 1 else 2
         attention = {
-            **self.saved_attention(),
-            "LoRA": self.saved_attention()["LoRA"] + self.adapter_casts(),
+            **self.saved_attention,
+            "LoRA": self.saved_attention["LoRA"] + self.adapter_casts(),
             STREAMS: 2 * stream,
             # As the product over heads leaves it, and contiguous for the kernel.
             "gradient of attention output": 2 * case.rows * heads * latent * item,
@@ -296,10 +299,10 @@ class Layer:
 
     def _with_saved(self, items: Bytes, *, without_mlp: bool = False) -> Bytes:
         """`items` and everything that is saved; without_mlp: the shared expert's products aside."""
-        mlp = self.saved_mlp()
+        mlp = self.saved_mlp
         if without_mlp:
             mlp = {**mlp, "MLP intermediates": 0, "LoRA": 0}
-        total = dict(self.saved_attention())
+        total = dict(self.saved_attention)
         for more in (mlp, {"LoRA": self.adapter_casts()}, items):
             for name, size in more.items():
                 total[name] = total.get(name, 0) + size

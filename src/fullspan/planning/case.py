@@ -116,7 +116,7 @@ class Case:
         """The same run with other assumptions."""
         return replace(self, assumed=replace(self.assumed, **assumed))
 
-    @property
+    @cached_property
     def cp(self) -> int:
         return self.run.parallel.resolve_cp(self.world)
 
@@ -133,7 +133,7 @@ class Case:
         """Rows of a pack."""
         return self.run.data.pack_length
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of a pack on each rank."""
         return self.pack // self.cp
@@ -149,7 +149,7 @@ class Case:
         return min(self.assumed.document or self.pack, self.pack)
 
     @cached_property
-    def adapters(self) -> list[Adapter]:
+    def adapters(self) -> tuple[Adapter, ...]:
         """Every adapter of the run."""
         return adapters(self.model, self.run.lora)
 
@@ -168,7 +168,7 @@ class Case:
         """What the busiest rank's experts get."""
         return self._busiest(self.slots)
 
-    @property
+    @cached_property
     def chunk_rows(self) -> int:
         """Rows whose slots go to the experts at once (models/common/moe.py)."""
         model = self.model

@@ -14,6 +14,7 @@ from fullspan.planning.memory import Memory, Phase
 from fullspan.planning.times import Times
 from fullspan.planning.wire import Traffic
 
+_LEAST_ROWS, _MOST_ROWS = 2, 1 << 30  # of a pack
 # Item of a plan -> the setting that makes it smaller.
 _SETTINGS = {
     "gathered units": "bounded: two units are whole at a time",
@@ -45,8 +46,9 @@ def setting_for(item: str, case: Case) -> str:
         return "use more GPUs" if shards else "set parallel.shard_weights = true"
     if item in _SETTINGS:
         return _SETTINGS[item]
-    raise_cp = "lower parallel.dp" if case.dp > 1 else "raise parallel.cp"
-    return f"{raise_cp} or lower data.pack_length"
+    if case.dp > 1:
+        return "trade parallel.dp for parallel.cp, or lower data.pack_length"
+    return "raise parallel.cp (more GPUs) or lower data.pack_length"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +93,10 @@ def search(case: Case, gpu: Gpu, gpus: int) -> Search:
     """Every split of `gpus` ranks, judged by memory, ranked by expected seconds a pack.
 
     Raises:
-        ConfigError: no split of that many ranks can run this.
+        ConfigError: there is no such number of ranks.
     """
     plans = [Plan.of(split, gpu) for split in splits(case, gpus)]
-    if not plans:
-        raise ConfigError(
-            f"{gpus} GPUs cannot share a pack of {case.pack} rows and "
-            f"{case.model.n_routed_experts} experts evenly: change data.pack_length or the number"
-        )
+    assert plans, "a rank for each pack, with all experts, is always a split"
     timed = [(plan, plan.times()) for plan in plans if plan.fits]
     return Search(
         fitting=sorted(timed, key=lambda pair: (pair[1].per_pack, -pair[0].spare)),
@@ -144,16 +142,27 @@ def longest_pack(plan: Plan) -> int:
     case = plan.case
     multiple = case.run.parallel.pack_multiple(case.world)
 
-    def fits(count: int) -> bool:
-        return Plan.of(case.packed(count * multiple), plan.gpu).fits
+    def spare(count: int) -> int:
+        return Plan.of(case.packed(count * multiple), plan.gpu).spare
 
-    low, high = 0, 1
-    while high * multiple <= (1 << 31) and fits(high):
-        low, high = high, 2 * high
-    while high - low > max(1, low // 1000):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * multiple
+    # Bytes grow almost evenly with rows: look where a straight line says, and a step beside it.
+    least = -(-_LEAST_ROWS // multiple)
+    low, high = least, max(least, case.pack // multiple)
+    left, right = spare(low), spare(high)
+    if left < 0:
+        return 0
+    while right >= 0 and high * multiple < _MOST_ROWS:
+        low, high, left = high, 2 * high, right
+        right = spare(high)
+    while right < 0 and high - low > (step := max(1, low // 1000)):
+        guess = low + max(1, int((high - low) * left / (left - right)))
+        for count in (guess, guess + step, guess - step):
+            if low < count < high:
+                found = spare(count)
+                low, left, high, right = (
+                    (count, found, high, right) if found >= 0 else (low, left, count, found)
+                )
+    return (low if right < 0 else high) * multiple
 
 
 def largest_items(phase: Phase, count: int) -> list[tuple[str, int]]:

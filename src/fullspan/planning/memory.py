@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 from fullspan.planning.activations import WIDE, Layer
 from fullspan.planning.case import Case
-from fullspan.planning.model_cost import (
-    Adapter,
-    routed_weights,
-    share_bytes,
-    unit_weights,
-    whole_weights,
-)
+from fullspan.planning.model_cost import Adapter, stored_bytes, unit_shares
 
 _WIDENED = 64 << 20  # of the head's weight, float32 (ops/linear_cross_entropy/reference.py)
 
@@ -68,16 +62,10 @@ def phases(case: Case) -> Iterator[Phase]:
 def frozen_bytes(case: Case) -> dict[str, int]:
     """Frozen weights as a rank holds them: routed experts / ep; the others whole, or their share of
     all ranks with parallel.shard_weights (parallel/shard.py)."""
-    units = unit_weights(case.model)
-    whole = case.form.bytes_of(whole_weights(case.model))
+    routed, units, whole = stored_bytes(case.model, case.form)
     if case.run.parallel.shard_weights:
-        others = sum(share_bytes(unit, case.form, case.world) for unit in units)
-    else:
-        others = sum(case.form.bytes_of(unit) for unit in units)
-    return {
-        "routed experts": case.form.bytes_of(routed_weights(case.model)) // case.ep,
-        "other frozen weights": others + whole,
-    }
+        units = sum(unit_shares(case.model, case.form, case.world))
+    return {"routed experts": routed // case.ep, "other frozen weights": units + whole}
 
 
 def held_elements(case: Case, chosen: Sequence[Adapter]) -> int:
@@ -173,9 +161,9 @@ def _ends_of_kinds(layers: Sequence[Layer]) -> list[Layer]:
 
 def _gathered(case: Case) -> Callable[..., dict[str, int]]:
     """Bytes of units while they are whole: a function of their numbers."""
-    units = unit_weights(case.model)
-    ranks = case.world if case.run.parallel.shard_weights and case.world > 1 else 0
-    sizes = [share_bytes(unit, case.form, ranks) * ranks if ranks else 0 for unit in units]
+    sizes: list[int] = []
+    if case.run.parallel.shard_weights and case.world > 1:
+        sizes = [case.world * n for n in unit_shares(case.model, case.form, case.world)]
 
     def whole(*numbers: int) -> dict[str, int]:
         return {"gathered units": sum(sizes[n] for n in numbers if 0 <= n < len(sizes))}

@@ -185,6 +185,19 @@ def mtp_weights(config: DsaConfig) -> list[Weight]:
     return [*layer_weights(config, like), bias, _matrix("eh_proj", width, 2 * width), *norms]
 
 
+@functools.cache
+def unit_shares(config: DsaConfig, form: WeightFormat, ranks: int) -> tuple[int, ...]:
+    """Bytes of each unit that each of `ranks` holds."""
+    return tuple(share_bytes(unit, form, ranks) for unit in unit_weights(config))
+
+
+@functools.cache
+def stored_bytes(config: DsaConfig, form: WeightFormat) -> tuple[int, int, int]:
+    """Bytes of the routed experts, of all units, and of what is in no unit."""
+    units = sum(form.bytes_of(unit) for unit in unit_weights(config))
+    return form.bytes_of(routed_weights(config)), units, form.bytes_of(whole_weights(config))
+
+
 def share_bytes(weights: Sequence[Weight], form: WeightFormat, ranks: int) -> int:
     """Bytes of one unit that each of `ranks` holds, as parallel/shard.FlatUnit lays them out."""
     end = 0
@@ -217,7 +230,8 @@ class Adapter:
     products: float
 
 
-def adapters(config: DsaConfig, lora: LoraConfig) -> list[Adapter]:
+@functools.cache
+def adapters(config: DsaConfig, lora: LoraConfig) -> tuple[Adapter, ...]:
     """Every adapter that lora.targets makes, chosen by name as lora/inject.py does.
 
     Raises:
@@ -236,7 +250,7 @@ def adapters(config: DsaConfig, lora: LoraConfig) -> list[Adapter]:
             raise ConfigError(f"lora.targets: {target!r} names nothing that can be adapted")
         for layer, weight, module in named:
             chosen[module] = _adapter(config, lora.r, layer, weight, module)
-    return [chosen[module] for _, _, module in known if module in chosen]
+    return tuple(chosen[module] for _, _, module in known if module in chosen)
 
 
 def _adapter(config: DsaConfig, rank: int, layer: int, weight: Weight, module: str) -> Adapter:
@@ -292,7 +306,7 @@ def _triangle(rows: int, most: int) -> int:
     return ramp * (ramp + 1) // 2 + (rows - ramp) * most
 
 
-PASSES = ("forward", "recompute", "backward")
+PASSES: tuple[str, ...] = ("forward", "recompute", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def rehearsal_text(found: Rehearsal) -> str:
     if found.fit is not None:
         lines += ["", "peak over rows", *_columns(_fit(found))]
         fit = found.fit
-        line = f"{fit.base / GIB:.3f} GiB + {fit.slope / 1024:.2f} KiB a row"
+        line = f"{fit.base / (1 << 20):,.2f} MiB + {fit.slope / 1024:.2f} KiB a row"
         lines.append(f"  {line}, R² {fit.r2:.6f}")
     if found.unrepeated is not None:
         lines += ["", _repeat(found.unrepeated)]
@@ -62,7 +63,7 @@ def rehearsal_json(found: Rehearsal) -> dict[str, Any]:
                       "ep": case.ep, "shard_weights": case.run.parallel.shard_weights},
         "device": found.device,
         "versions": {"fullspan": __version__, "torch": torch.__version__},
-        "model": case.run.model.path,
+        "model": Path(case.run.model.path).name,
         "random_weights": found.random_weights,
         "pack": case.pack,
         "rows": case.rows,
@@ -133,14 +134,15 @@ def _link_seconds(transfer: Transfer, links: Links) -> float:
 
 
 def _memory(found: Rehearsal) -> Iterator[Sequence[str]]:
-    yield "item", "GiB"
-    for name, size in memory_items(found).items():
-        yield name, f"{size / GIB:.3f}"
-    yield "peak allocated", f"{found.peak / GIB:.3f}"
-    if found.usage.reserved is not None:
-        yield "peak reserved", f"{found.usage.reserved / GIB:.3f}"
+    unit, name = (GIB, "GiB") if found.peak >= GIB else (1 << 20, "MiB")
     planned = planned_bytes(found)
-    yield f"plan of the same ({100 * (planned / found.peak - 1):+.1f} %)", f"{planned / GIB:.3f}"
+    sizes = {**memory_items(found), "peak allocated": found.peak}
+    if found.usage.reserved is not None:
+        sizes["peak reserved"] = found.usage.reserved
+    sizes[f"the plan's peak allocated ({100 * (planned / found.peak - 1):+.1f} %)"] = planned
+    yield "item", name
+    for item, size in sizes.items():
+        yield item, f"{size / unit:.3f}"
 
 
 def _seconds(found: Rehearsal) -> Iterator[Sequence[str]]:
@@ -165,9 +167,9 @@ def _wire(found: Rehearsal) -> Iterator[Sequence[str]]:
 def _fit(found: Rehearsal) -> Iterator[Sequence[str]]:
     fit = found.fit
     assert fit is not None
-    yield "rows", "peak, GiB", "line, GiB", "residual, MiB", "%"
+    yield "rows", "peak, MiB", "line, MiB", "residual, MiB", "%"
     for rows, size, left in zip(fit.rows, fit.measured, fit.residuals, strict=True):
-        shown = f"{size / GIB:.4f}", f"{fit.at(rows) / GIB:.4f}", f"{left / (1 << 20):.2f}"
+        shown = [f"{mib / (1 << 20):,.2f}" for mib in (size, fit.at(rows), left)]
         yield f"{rows:,}", *shown, f"{100 * left / size:.3f}"
 
 

@@ -10,7 +10,7 @@ A rehearsed step is one pack of this rank and an optimizer step, whatever train.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -176,20 +176,24 @@ class Stage:
         say(f"rank {self.rank} of {self.case.world}: loading the weights")
         session = self.open()
         resident = resident_bytes(session, self.others.units)
-        length = self.case.pack
+        length, base = self.case.pack, self._allocated()
+        peaks = self._peaks(session, options.lengths, sum(resident.values()), say)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # so that what is reserved is what this length needs
         for turn in range(options.warmup):
             say(f"warm-up step {turn + 1} of {options.warmup}, {length:,} tokens")
             self.doing = "it warms up"
             self.step(session, length)
         self.doing = f"it runs a step of {length:,} tokens"
-        kept = measure(self.device, lambda: self._forward(session, length)).kept
+        forward = measure(self.device, lambda: self._forward(session, length))
+        # A unit that the last step gathered for this one was there before and no longer is.
+        kept = forward.kept if forward.before is None else forward.before + forward.kept - base
         self.traffic.transfers.clear()
         usage, seconds, walls = self._measured(session, length, options.steps)
         transfers = self._of_one_step(len(walls))
         say(f"a step takes {median(walls):.3f} s")
         unrepeated = self.unrepeated(session, length) if options.repeat else None
-        fit = self._fit(session, options.lengths, usage, resident, say)
-        return Rehearsal(
+        found = Rehearsal(
             case=self.case,
             rank=self.rank,
             device=_device_name(self.device),
@@ -201,9 +205,13 @@ class Stage:
             seconds=seconds,
             wall=median(walls),
             transfers=transfers,
-            fit=fit,
             unrepeated=unrepeated,
         )
+        if not peaks:
+            return found
+        lengths = [*peaks, length]
+        rows = [each // self.case.cp for each in lengths]
+        return replace(found, fit=LinearFit.of(rows, [*peaks.values(), found.peak]))
 
     def step(self, session: Session, length: int) -> float:
         """One pack of `length` rows and an optimizer step; its loss."""
@@ -287,26 +295,20 @@ class Stage:
         every = self.traffic.transfers
         return every[: len(every) // steps]
 
-    def _fit(
-        self,
-        session: Session,
-        lengths: Sequence[int],
-        usage: Usage,
-        resident: Mapping[str, int],
-        say: Say,
-    ) -> LinearFit | None:
-        if not lengths:
-            return None
-        before = sum(resident.values()) if usage.before is None else usage.before
-        peaks = {self.case.pack: before + usage.peak}
-        for length in sorted(set(lengths) - set(peaks), reverse=True):
+    def _peaks(
+        self, session: Session, lengths: Sequence[int], resident: int, say: Say
+    ) -> dict[int, int]:
+        """Peak bytes of a step by the pack's length, the run's own left out. They warm up, too."""
+        peaks: dict[int, int] = {}
+        for length in sorted(set(lengths) - {self.case.pack}):
             self.doing = f"it runs a step of {length:,} tokens"
-            found = measure(self.device, lambda length=length: self.step(session, length))
-            peaks[length] = (before if found.before is None else found.before) + found.peak
-            say(f"{length:,} tokens: {peaks[length] / (1 << 30):.3f} GiB")
-        found = sorted(peaks)
-        rows = [length // self.case.cp for length in found]
-        return LinearFit.of(rows, [peaks[length] for length in found])
+            used = measure(self.device, lambda length=length: self.step(session, length))
+            peaks[length] = (resident if used.before is None else used.before) + used.peak
+            say(f"{length:,} tokens: {peaks[length] / (1 << 20):,.1f} MiB")
+        return peaks
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
 
 def even_lengths(case: Case, count: int) -> list[int]:

@@ -51,7 +51,7 @@ def search_text(found: Search, gpus: int) -> str:
     closest = found.closest
     memory = f"{closest.gpu.name} with {_gib(closest.gpu.memory)} GiB"
     if not found.fitting:
-        lines = [f"none of {found.tried} splits of {gpus} GPUs fits a {memory}"]
+        lines = [f"none of {found.tried} splits of {gpus} GPUs fits: {memory}"]
         return "\n".join([*lines, *advice(closest)])
     rows = [("split", "peak GiB", "spare GiB", "s a pack", "tok/s/GPU", "MFU %")]
     for plan, times in found.fitting:
@@ -61,7 +61,7 @@ def search_text(found: Search, gpus: int) -> str:
                 f"{times.per_pack:.1f}", f"{times.tokens_per_second:.0f}", f"{100 * times.mfu:.1f}",
             )
         )  # fmt: skip
-    title = f"{len(found.fitting)} of {found.tried} splits of {gpus} GPUs fit a {memory}"
+    title = f"{len(found.fitting)} of {found.tried} splits of {gpus} GPUs fit: {memory}"
     return "\n".join([title, *_table(rows)])
 
 

@@ -169,10 +169,10 @@ class SyntheticRanks(Others):
         start, width = place * keys // count, keys // count
         out.fill_(-1)
         out[:, topk] = count
-        for part in range(0, len(out), _ROWS_AT_ONCE):
-            rows = torch.arange(part, min(part + _ROWS_AT_ONCE, len(out)), device=out.device)
+        for number, part in enumerate(out.split(_ROWS_AT_ONCE)):
+            rows = torch.arange(len(part), device=out.device) + number * _ROWS_AT_ONCE
             jitter = (rows[:, None] * 7919 + place * 104729) % width
-            out[rows[0] : rows[-1] + 1, :count] = (start + jitter).to(out.dtype)
+            part[:, :count] = (start + jitter).to(out.dtype)
 
 
 def synthetic_pack(

@@ -7,14 +7,14 @@ on the data those of the plan's documents; the rank with the most indexer rows t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from fullspan.parallel.config import PARTITIONS
 from fullspan.planning.case import Case
 from fullspan.planning.memory import held_elements
-from fullspan.planning.model_cost import Work, share_bytes, unit_weights
+from fullspan.planning.model_cost import Work, unit_shares
 
 # Patterns, which decide how bytes meet the links (times.py).
 GATHER, SCATTER, EXCHANGE, REDUCE = "all-gather", "reduce-scatter", "all-to-all", "all-reduce"
@@ -129,18 +129,15 @@ class Traffic:
         others = (case.cp - 1) * case.rows
         latent = others * (model.kv_lora_rank + model.qk_rope_head_dim)
 
-        def transfer(item: str, received: int, pattern: str) -> Transfer:
-            return Transfer(
-                phase=phase, unit=unit, item=item, received=received, pattern=pattern, ranks=case.cp
-            )
-
+        transfer = partial(Transfer, phase=phase, unit=unit, ranks=case.cp)
         if phase == "backward":
-            yield transfer("latent gradient", latent * 4, SCATTER)
+            yield transfer(item="latent gradient", received=latent * 4, pattern=SCATTER)
             return
-        yield transfer("latent", latent * case.item, GATHER)
+        yield transfer(item="latent", received=latent * case.item, pattern=GATHER)
         if phase == "forward" and model.indexer_types[unit - 1] == "full":
-            yield transfer("index keys", others * model.index_head_dim * case.item, GATHER)
-            yield transfer("index rows", self._traded(), EXCHANGE)
+            keys = others * model.index_head_dim * case.item
+            yield transfer(item="index keys", received=keys, pattern=GATHER)
+            yield transfer(item="index rows", received=self._traded(), pattern=EXCHANGE)
 
     def _traded(self) -> int:
         """One of two ranks gets queries and weights, the other ids and counts: the larger."""
@@ -167,7 +164,7 @@ class Traffic:
         case = self.case
         if not case.run.parallel.shard_weights or case.world == 1:
             return
-        shares = [share_bytes(unit, case.form, case.world) for unit in unit_weights(case.model)]
+        shares = unit_shares(case.model, case.form, case.world)
         last = case.model.num_hidden_layers
         moves = [("forward", unit, shares[unit + 1]) for unit in range(last + 1)]
         if recompute:
@@ -208,11 +205,10 @@ def _chunks(case: Case, rank: int) -> list[tuple[int, int]]:
 
 def _pairs(case: Case, rank: int) -> int:
     """(query, key) pairs that a full layer scores for the rows of a rank."""
-
-    def upto(row: int) -> int:
-        return Work.of(row, case.document, 1).pairs
-
-    return sum(upto(end) - upto(first) for first, end in _chunks(case, rank))
+    bounds = [
+        Work.of(row, case.document, 1).pairs for chunk in _chunks(case, rank) for row in chunk
+    ]
+    return sum(bounds[1::2]) - sum(bounds[::2])
 
 
 def _lengths(case: Case, rank: int) -> np.ndarray:

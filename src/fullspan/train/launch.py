@@ -23,17 +23,16 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
 
 from fullspan.errors import FullspanError, LaunchError, RankLostError
+from fullspan.parallel.watch import answer, client_store
 from fullspan.train import loop, ranks
 from fullspan.train.config import RunConfig, load_run_config
 
@@ -82,18 +81,12 @@ def _is_first_to_fail() -> bool:
     """Whether no other rank has said so yet; asks the store where the ranks met. Without an answer
     every rank speaks for itself.
     """
-    try:
-        # Public and documented; the stub re-exports it without saying so.
-        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] see above
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=5),
-        )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return store.add(f"fullspan/failed/{attempt}", 1) == 1
-    except (RuntimeError, KeyError):
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address is None or port is None:
         return True
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    count = answer(lambda: client_store(address, int(port), "fullspan/failed").add(attempt, 1))
+    return count is None or count == 1
 
 
 # ------------------------------------------------------------------------ ranks of our own

@@ -119,6 +119,7 @@ def test_deepseek_v32():
         ({"qk_head_dim": 192}, ["qk_head_dim is 192", "256"]),
         ({"scoring_func": "softmax"}, ["scoring_func", "'softmax'", "'sigmoid'"]),
         ({"attention_bias": True}, ["attention_bias", "True", "False"]),
+        ({"moe_layer_freq": 2}, ["moe_layer_freq is 2", "only 1"]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
         ({"indexer_types": ["shared"] + ["full"] * 77}, ["shared layer", "before it"]),
         ({"indexer_types": ["full"] * 77}, ["indexer_types has 77", "num_hidden_layers is 78"]),

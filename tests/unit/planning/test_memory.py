@@ -39,8 +39,6 @@ from tests.unit.planning.conftest import glm_case, tiny_case
 WORKSPACE = 1 << 21
 TARGETS = {
     "every": EVERY_TARGET,
-    "plain projections": EVERY_TARGET[:8],
-    "o_proj": ("o_proj",),
     "kv_b_proj": ("kv_b_proj",),
     "experts' down_proj": ("experts.down_proj",),
 }
@@ -179,12 +177,14 @@ def test_what_is_kept_between_layers_is_exact(glm, targets, dtype):
     )
 
 
-@pytest.mark.parametrize(("dtype", "within"), [("float32", 0.005), ("bfloat16", 0.025)])
-@pytest.mark.parametrize("targets", [EVERY_TARGET, ("q_b_proj",)], ids=["every", "q_b_proj"])
+@pytest.mark.parametrize(("targets", "dtype", "within"), [
+    (EVERY_TARGET, "bfloat16", 0.025),
+    (("q_b_proj",), "float32", 0.005),
+], ids=["every", "q_b_proj"])  # fmt: skip
 def test_the_peak_of_a_recomputed_layer(glm, targets, dtype, within):
     """A dense and a sparse layer, from the second forward to the end of the backward pass. In
     bfloat16 a CPU makes some copies of its own."""
-    case = case_of(glm, dtype, targets, data={"pack_length": 1024})
+    case = case_of(glm, dtype, targets, data={"pack_length": 768})
     running = Running(case)
     _, selection = running.layer(0, running.rows(), None)
     for number in (1, 3):
@@ -234,10 +234,9 @@ def test_gradients_of_earlier_packs_are_there_from_the_start(glm):
     assert 0 < last < first == everything
 
 
-@pytest.mark.parametrize("config", ["glm52_131k_8xh200", "glm52_1m_32xh200"])
-def test_the_ends_of_each_kind_of_layer_have_the_peak(config, monkeypatch):
+def test_the_ends_of_each_kind_of_layer_have_the_peak(monkeypatch):
     """Following every layer finds no higher one."""
-    case = glm_case(config)
+    case = glm_case()
     short = Memory.of(case)
     monkeypatch.setattr(memory, "_ends_of_kinds", lambda layers: layers)
     whole = Memory.of(case)

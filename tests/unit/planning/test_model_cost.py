@@ -57,8 +57,9 @@ def test_names_and_shapes_are_the_models(family, tiny_checkpoints):
     assert counted == {name: tuple(t.shape) for name, t in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize(
+    ("fp8", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=["plain", "fp8"]
+)
 def test_bytes_are_the_models(tmp_path, fp8, dtype):
     init_tiny(tmp_path / "model", family="glm_moe_dsa", seed=0, fp8=fp8)
     name = str(dtype).removeprefix("torch.")

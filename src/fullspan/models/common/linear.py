@@ -165,13 +165,13 @@ def _fused_mm(x: Tensor, weight: FrozenWeight, counts: Tensor, adjoint: bool) ->
         return _one_kernel(x, weight.dense(x.dtype), counts, adjoint)
     out = x.new_empty(x.shape[0], in_width if adjoint else out_width)
     space = x.new_empty(group, out_width, in_width)
-    start = 0
-    for first, slots in enumerate(counts.split(group)):
-        chosen = slice(first * group, first * group + len(slots))
-        end = start + int(slots.sum())
+    sizes, start = counts.tolist(), 0  # asked for once
+    for first in range(0, experts, group):
+        chosen = slice(first, first + group)
+        end = start + sum(sizes[chosen])
         if start < end:
-            dense = weight.experts(chosen).dense(x.dtype, space[: len(slots)])
-            out[start:end] = _one_kernel(x[start:end], dense, slots, adjoint)
+            dense = weight.experts(chosen).dense(x.dtype, space[: len(sizes[chosen])])
+            out[start:end] = _one_kernel(x[start:end], dense, counts[chosen], adjoint)
         start = end
     return out
 
@@ -209,8 +209,7 @@ def _fused(*operands: Tensor) -> bool:
     multiples of 16 bytes.
 
     It is one kernel and never waits for the device; the loop (a CPU, fp32, a LoRA rank that is no
-    multiple of 8) copies the counts to the host first. Both give the same result up to the order of
-    summation.
+    multiple of 8) copies the counts to the host first. The two differ by the order of their sums.
     """
     return all(
         operand.is_cuda

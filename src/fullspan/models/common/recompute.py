@@ -50,7 +50,8 @@ def run_recomputed(
 
     Args:
         call: the layer; its second argument is a kept selection that it must use instead of making
-        one. parameters: every parameter of the layer that needs a gradient.
+            one.
+        parameters: every parameter of the layer that needs a gradient.
     """
     out, ids, counts = _RecomputedLayer.apply(call, hidden, *parameters)
     return out, Selection(ids, counts)

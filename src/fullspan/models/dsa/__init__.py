@@ -1,3 +1,1 @@
-"""GLM-5.x and DeepSeek-V3.2: multi-head latent attention with the DeepSeek sparse attention indexer
-(DSA).
-"""
+"""GLM-5.x and DeepSeek-V3.2: latent attention with DeepSeek sparse attention (DSA)."""

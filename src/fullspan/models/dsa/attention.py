@@ -6,9 +6,9 @@ the last full layer (IndexShare). In absorbed form the key half of kv_b_proj is 
 and its value half to the output, so that attention itself sees one key of kv_lora_rank + rope
 values for all heads:
 
-    query[t, h] = (W_k[h]^T q_nope[t, h],  rope(q_rope[t, h]))      key[s] = (norm(latent[s]),
-                                           rope(k_rope[s]))
-    out[t, h]   = W_v[h] sum_s softmax(query . key * scale)[s] latent[s]
+    query[t, h] = (W_k[h]^T q_nope[t, h],  rope(q_rope[t, h]))
+    key[s]      = (norm(latent[s]),  rope(k_rope[s]))
+    out[t, h]   = W_v[h] sum_s softmax(query . key * scale)[s] norm(latent[s])
 
 The selection belongs to the forward call that made it: it is taken and returned as a value, never
 stored here.
@@ -91,11 +91,8 @@ class Indexer(nn.Module):
 
     def __init__(self, config: DsaConfig) -> None:
         super().__init__()
-        self.heads, self.width, self.rope = (
-            config.index_n_heads,
-            config.index_head_dim,
-            config.qk_rope_head_dim,
-        )
+        self.heads, self.width = config.index_n_heads, config.index_head_dim
+        self.rope = config.qk_rope_head_dim
         self.topk = config.index_topk
         self.interleaved = config.indexer_rope_interleave
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.width)
@@ -115,8 +112,7 @@ class Indexer(nn.Module):
         """`x` is the layer's normed input, `q_latent` the *normed* output of q_a_proj."""
         keys = sequence.start_index_gather(self._rotate(self.k_norm(self.wk(x)), angles))
         query = self._rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), angles)
-        # weights_proj is float32 whatever the model's dtype: rounding its result flips picks near
-        # ties.
+        # In float32 whatever the model's dtype: rounding the head weights flips picks near ties.
         weights = self.weights_proj(x.to(self.weights_proj.weight.dtype)).float()
         weights = weights * (self.heads**-0.5 * self.width**-0.5)
         return sequence.select(query, keys, weights, topk=self.topk, options=options)
@@ -136,11 +132,8 @@ class SparseLatentAttention(nn.Module):
 
     def __init__(self, config: DsaConfig, layer: int, options: OpOptions) -> None:
         super().__init__()
-        heads, nope, rope = (
-            config.num_attention_heads,
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-        )
+        heads = config.num_attention_heads
+        nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         latent, q_latent = config.kv_lora_rank, config.q_lora_rank
         self.heads, self.nope, self.rope, self.latent = heads, nope, rope, latent
         self.scale = config.softmax_scale

@@ -1,5 +1,4 @@
-"""The model configuration of GLM-5.x (`glm_moe_dsa`) and DeepSeek-V3.2 (`deepseek_v32`), read from
-`config.json`.
+"""What config.json says of GLM-5.x (`glm_moe_dsa`) and DeepSeek-V3.2 (`deepseek_v32`).
 
 Every field of the file is either used, known to be without influence on training, or refused by
 name: a field that is read but ignored would train another model than the one that was released.
@@ -20,7 +19,7 @@ from fullspan.errors import CheckpointError, ConfigError
 from fullspan.ops.rope.yarn import Yarn, yarn_mscale
 
 # Fields without influence on what is computed here (bookkeeping, inference, initialisation, MTP,
-# Hugging Face's own).
+# Hugging Face's own). quantization_config says how files hold it: checkpoint/quantisation.py's.
 _WITHOUT_INFLUENCE = frozenset((
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype",
     "ep_size", "head_dim", "initializer_range", "max_position_embeddings", "num_key_value_heads",
@@ -28,7 +27,7 @@ _WITHOUT_INFLUENCE = frozenset((
     "output_router_logits", "pretraining_tp", "problem_type", "quantization_config",
     "return_dict", "torch_dtype", "transformers_version", "use_cache",
     "chunk_size_feed_forward", "id2label", "label2id",
-    "is_encoder_decoder", "moe_layer_freq", "index_share_for_mtp_iteration",
+    "is_encoder_decoder", "index_share_for_mtp_iteration",
 ))  # fmt: skip
 # Fields that may be present only with the one value that is implemented.
 _ONLY_VALUE = {
@@ -36,6 +35,7 @@ _ONLY_VALUE = {
     "attention_dropout": 0,
     "hidden_act": "silu",
     "mlp_bias": False,
+    "moe_layer_freq": 1,
     "moe_router_dtype": "float32",
     "rope_interleave": True,
     "scoring_func": "sigmoid",
@@ -121,8 +121,8 @@ class DsaConfig:
         if self.n_routed_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
             raise ConfigError(
                 f"n_group {self.n_group} and topk_group {self.topk_group} do not fit "
-                f"{self.n_routed_experts} routed "
-                "experts: n_group must divide n_routed_experts and topk_group lie in 1..n_group"
+                f"{self.n_routed_experts} routed experts: n_group must divide n_routed_experts and "
+                "topk_group lie in 1..n_group"
             )
         choosable = self.n_routed_experts // self.n_group * self.topk_group
         if self.num_experts_per_tok > choosable:
@@ -133,8 +133,7 @@ class DsaConfig:
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
             raise ConfigError(
                 f"qk_rope_head_dim is {self.qk_rope_head_dim}: it must be even and at most "
-                "index_head_dim "
-                f"({self.index_head_dim})"
+                f"index_head_dim ({self.index_head_dim})"
             )
 
     @property
@@ -152,8 +151,11 @@ class DsaConfig:
 
     @classmethod
     def load(cls, folder: Path, **overrides: Any) -> "DsaConfig":
-        """Read `folder`/config.json. `overrides` replace fields of the file (parity tests set
-        latent_norm_eps).
+        """Read `folder`/config.json. `overrides` replace fields of the file.
+
+        Raises:
+            CheckpointError: the file is missing or is no JSON.
+            ConfigError: see `from_hf`.
         """
         path = folder / "config.json"
         try:
@@ -194,15 +196,10 @@ class DsaConfig:
             if fields.get(alias, integers["n_routed_experts"]) != integers["n_routed_experts"]:
                 raise ConfigError(
                     f"{alias} is {fields[alias]} but n_routed_experts is "
-                    f"{integers['n_routed_experts']} in the model "
-                    "config: they must agree"
+                    f"{integers['n_routed_experts']} in the model config: they must agree"
                 )
-        if (
-            fields.get(
-                "qk_head_dim", head := integers["qk_nope_head_dim"] + integers["qk_rope_head_dim"]
-            )
-            != head
-        ):
+        head = integers["qk_nope_head_dim"] + integers["qk_rope_head_dim"]
+        if fields.get("qk_head_dim", head) != head:
             raise ConfigError(
                 f"qk_head_dim is {fields['qk_head_dim']} but qk_nope_head_dim + qk_rope_head_dim "
                 f"is {head}"
@@ -249,8 +246,7 @@ def _integer(fields: Mapping[str, Any], name: str) -> int:
 def _check_layers(name: str, kinds: tuple[str, ...], allowed: tuple[str, str], layers: int) -> None:
     if len(kinds) != layers:
         raise ConfigError(
-            f"{name} has {len(kinds)} entries in the model config, but num_hidden_layers is "
-            f"{layers}"
+            f"{name} has {len(kinds)} entries in the model config, num_hidden_layers is {layers}"
         )
     for index, kind in enumerate(kinds):
         if kind not in allowed:
@@ -261,8 +257,9 @@ def _check_layers(name: str, kinds: tuple[str, ...], allowed: tuple[str, str], l
 
 
 def _indexer_types(fields: Mapping[str, Any], layers: int) -> tuple[str, ...]:
-    """The list itself, else a pattern of F and S, else the schedule: full where max(i - offset + 1,
-    0) % freq == 0.
+    """The list itself, else a pattern of F and S, else the schedule.
+
+    By the schedule layer i is full where max(i - offset + 1, 0) % freq == 0.
     """
     if (kinds := fields.get("indexer_types")) is not None:
         return tuple(kinds)
@@ -275,11 +272,6 @@ def _indexer_types(fields: Mapping[str, Any], layers: int) -> tuple[str, ...]:
 
 
 def _mlp_layer_types(fields: Mapping[str, Any], layers: int) -> tuple[str, ...]:
-    if fields.get("moe_layer_freq", 1) != 1:
-        raise ConfigError(
-            f"moe_layer_freq is {fields['moe_layer_freq']!r} in the model config: only 1 is "
-            "implemented"
-        )
     first = fields.get("first_k_dense_replace")
     kinds = fields.get("mlp_layer_types")
     if kinds is None:
@@ -288,16 +280,13 @@ def _mlp_layer_types(fields: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     if first is not None and list(kinds).count("dense") != min(first, layers):
         raise ConfigError(
             f"first_k_dense_replace is {first}, but mlp_layer_types has "
-            f"{list(kinds).count('dense')} dense layers: "
-            "the model config contradicts itself"
+            f"{list(kinds).count('dense')} dense layers: the model config contradicts itself"
         )
     return tuple(kinds)
 
 
 def _rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:
-    """theta and the yarn scaling, from `rope_parameters` (transformers 5) or `rope_theta` and
-    `rope_scaling`.
-    """
+    """theta and yarn: of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     rope = dict(given)
     theta = rope.pop("rope_theta", fields.get("rope_theta"))
@@ -305,8 +294,8 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         raise ConfigError("the model config gives no rope_theta (in rope_parameters or on its own)")
     if fields.get("rope_theta", theta) != theta:
         raise ConfigError(
-            f"rope_theta is {fields['rope_theta']} but rope_parameters says {theta}: they must "
-            "agree"
+            f"rope_theta is {fields['rope_theta']} but rope_parameters says {theta}: "
+            "they must agree"
         )
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)

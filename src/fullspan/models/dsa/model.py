@@ -105,8 +105,7 @@ class DsaForCausalLM(nn.Module):
     """The model as training uses it: hidden rows, then the loss of each row in chunks.
 
     Args:
-        recompute: keep only layer inputs and selections, and run each layer again in the backward
-            pass.
+        recompute: keep layer inputs and selections only; run layers again in the backward pass.
         experts: the routed experts that this rank holds; None: all.
     """
 

@@ -1,0 +1,83 @@
+"""`fullspan rehearse` from the command line, on a config.json alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fullspan.checkpoint.tiny import init_tiny
+from fullspan.cli.main import main
+
+RUN = """
+[model]
+path = "{model}"
+dtype = "bfloat16"
+[lora]
+r = 4
+targets = ["q_b_proj", "kv_b_proj", "down_proj"]
+[data]
+path = "none.jsonl"
+pack_length = 256
+[parallel]
+cp = 2
+ep = 2
+shard_weights = true
+[ops]
+workspace_bytes = 2097152
+[train]
+steps = 1
+output_dir = "none"
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rehearse")
+    init_tiny(folder / "whole", fp8=True)
+    (folder / "alone").mkdir()
+    shutil.copy(folder / "whole" / "config.json", folder / "alone")
+    (folder / "run.toml").write_text(RUN.format(model=folder / "alone"))
+    return folder / "run.toml"
+
+
+def test_it_reports_memory_time_traffic_and_a_fit(config, tmp_path, capsys) -> None:
+    report, plot = tmp_path / "report.json", tmp_path / "fit.png"
+    words = ["--lengths", "128,192", "--repeat", "--warmup", "0", "--steps", "1"]
+    files = ["--json", str(report), "--plot", str(plot)]
+    assert main(["rehearse", str(config), *words, *files]) == 0
+    text = capsys.readouterr().out
+    assert "rank 1 of 2 (dp 1 x cp 2, ep 2, weights sharded)" in text
+    assert "random weights" in text and "the same bits, loss and every gradient" in text
+    found = json.loads(report.read_text())
+    items = found["peak_by_item"]
+    assert sum(items.values()) == found["peak_allocated"]
+    assert all(size > 0 for size in items.values()), items
+    parts = {name for name, seconds in found["seconds"].items() if seconds > 0}
+    for part in ("attention", "experts", "dense"):
+        assert {f"{part} {which}" for which in ("forward", "recompute", "backward")} <= parts
+    assert {"indexer forward", "head forward", "update step", "loopback forward"} <= parts
+    assert "indexer recompute" not in parts
+    assert found["seconds_of_step"] == pytest.approx(found["seconds_by_the_host"], rel=0.05)
+    assert found["fit"]["rows"] == [64, 96, 128] and found["fit"]["r2"] > 0.9
+    fields = json.loads((config.parent / "alone" / "config.json").read_text())
+    width, layers = fields["kv_lora_rank"] + fields["qk_rope_head_dim"], fields["num_hidden_layers"]
+    # From the other rank, in bfloat16, for every layer forward and again for its recompute.
+    assert found["wire"]["all_gather of the latent"]["bytes"] == 2 * layers * 128 * width * 2
+    assert plot.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rank", "2"], "rank 2 of 2: ranks are 0 to 1"),
+        (["--fit", "0", "--plot", "x.png"], "--plot draws the fit, but --fit is 0"),
+        (["--fit", "200"], "200 lengths that are multiples of 2 do not fit"),
+        (["--steps", "0"], "--steps is 0: it must be at least 1"),
+        (["--parallel.cp", "0"], "say how many ranks there are with --world"),
+        (["--imbalance", "0.5"], "imbalance is 0.5: it must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(config, capsys, words, message) -> None:
+    assert main(["rehearse", str(config), *words]) == 2
+    assert message in capsys.readouterr().err
