@@ -25,13 +25,17 @@ def test_a_choice_is_logged_once(caplog):
         for _ in range(3):
             resolve(OpOptions(sparse_attention="reference"), CPU, torch.bfloat16)
     assert [record.message for record in caplog.records] == [
-        "index_topk: reference, the first backend for torch.bfloat16 on cpu",
+        "index_topk: reference, the first backend for torch.bfloat16 on cpu "
+        "(hopper: needs an NVIDIA GPU, not cpu; triton: needs an NVIDIA GPU, not cpu; "
+        "reference: can run)",
         "sparse_attention: reference, named by ops.sparse_attention",
     ]
 
 
 def test_an_unknown_backend_lists_the_known_ones():
-    with pytest.raises(BackendError, match=r"ops.index_topk is 'flash'; .*: auto, reference$"):
+    with pytest.raises(
+        BackendError, match=r"ops.index_topk is 'flash'; .*: auto, hopper, triton, reference$"
+    ):
         OpOptions(index_topk="flash")
 
 
@@ -41,6 +45,38 @@ def test_a_backend_that_cannot_run_says_why(name):
         BackendError, match=rf"'{name}' cannot run .*reference: .*not in torch.int8"
     ):
         resolve(OpOptions(index_topk=name), CPU, torch.int8)
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+@pytest.mark.parametrize("op", ["index_topk", "sparse_attention"])
+def test_a_gpu_backend_that_is_named_on_a_cpu_raises(op, name):
+    with pytest.raises(BackendError, match=rf"{op} = '{name}' cannot run .*needs an NVIDIA GPU"):
+        resolve(OpOptions(**{op: name}), CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "widths", "reason"),
+    [
+        ((9, 0), torch.bfloat16, {"qk": 576, "value_dim": 512, "topk": 2048}, None),
+        ((9, 0), torch.bfloat16, {}, None),
+        ((9, 0), torch.bfloat16, {"qk": 40, "value_dim": 32}, "needs qk 576 or 512, not 40"),
+        ((9, 0), torch.float16, {}, "computes in bfloat16, not in torch.float16"),
+        ((9, 0), torch.bfloat16, {"topk": 5000}, "holds 4096 keys a row at most, not 5000"),
+        ((10, 0), torch.bfloat16, {}, "needs a Hopper GPU"),
+        ((7, 5), torch.bfloat16, {}, "needs compute capability 8.0"),
+    ],
+)
+def test_what_the_hopper_kernels_are_made_for(monkeypatch, device, dtype, widths, reason):
+    """With the answers of a GPU machine in place of this one's."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device)
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(backend.importlib.metadata, "version", lambda _: "3.6.0")
+    check = backend.BACKENDS["sparse_attention"]["hopper"]
+    said = check(torch.device("cuda"), dtype, widths)
+    assert said is None if reason is None else reason in said
+    monkeypatch.setattr(backend.importlib.metadata, "version", lambda _: "3.7.1")
+    assert check(torch.device("cuda"), dtype, widths) is not None
 
 
 @pytest.mark.parametrize(

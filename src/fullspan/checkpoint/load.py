@@ -24,7 +24,7 @@ from fullspan.models.common.linear import GroupedLinear
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.backend import OpOptions, resolve
 from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.mesh import Mesh
 from fullspan.parallel.shard import FlatUnit, ShardedWeights
@@ -64,6 +64,7 @@ def load_model(
     folder = CheckpointFolder.open(path)
     overrides = {} if latent_norm_eps is None else {"latent_norm_eps": latent_norm_eps}
     config = DsaConfig.load(path, **overrides)
+    options = resolve(options, mesh.device, dtype, **op_widths(config))
     mapping, quantisation = read_mapping(folder, config, options)
     model, units = empty_model(
         config, mapping, quantisation, dtype=dtype, options=options, recompute=recompute,
@@ -73,6 +74,16 @@ def load_model(
     _fill(model, folder, mapping, dtype, held, units, mesh.device, progress)
     model.requires_grad_(False)
     return model
+
+
+def op_widths(config: DsaConfig) -> dict[str, int]:
+    """What decides which kernels fit (see ops/backend.py)."""
+    return {
+        "qk": config.kv_lora_rank + config.qk_rope_head_dim,
+        "value_dim": config.kv_lora_rank,
+        "index_dim": config.index_head_dim,
+        "topk": config.index_topk,
+    }
 
 
 def empty_model(

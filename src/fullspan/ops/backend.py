@@ -2,13 +2,18 @@
 falls back to another one.
 
 The registry is the dict below: op -> {name: check}, in the order in which "auto" tries them. A
-check says why the backend cannot run on a device and dtype, or gives None when it can.
+check says why the backend cannot run on a device and dtype, or gives None when it can. It is told
+the widths where they are known, since some kernels are made for the widths of one family.
 """
 
 import functools
+import importlib
+import importlib.metadata
+import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,39 +22,108 @@ from fullspan.ops.options import OpOptions
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[torch.device, torch.dtype], str | None]
+Widths = Mapping[str, int]  # by name: index_dim, qk, value_dim, topk; what is not known is left out
+Check = Callable[[torch.device, torch.dtype, Widths], str | None]
+
+GLUON_TRITON = (
+    "3.6"  # Gluon's interface moves between releases: the one the kernels are tested with
+)
+MOST_TOPK = 4096  # keys of a row that the Triton kernels hold in registers
 
 
-def _check_reference(device: torch.device, dtype: torch.dtype) -> str | None:
+def _check_reference(device: torch.device, dtype: torch.dtype, widths: Widths) -> str | None:
     allowed = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     return None if dtype in allowed else f"computes in floating point, not in {dtype}"
 
 
+def _check_triton(device: torch.device, dtype: torch.dtype, widths: Widths) -> str | None:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"needs an NVIDIA GPU, not {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0 or newer"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"computes in bfloat16, float16 and float32, not in {dtype}"
+    if widths.get("topk", 0) > MOST_TOPK:
+        return f"holds {MOST_TOPK} keys a row at most, not {widths['topk']}"
+    return None
+
+
+def _check_hopper(
+    fixed: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, widths: Widths
+) -> str | None:
+    refusal = _check_triton(device, dtype, widths)
+    if refusal:
+        return refusal
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    version = importlib.metadata.version("triton")
+    if not version.startswith(f"{GLUON_TRITON}."):
+        return f"needs triton {GLUON_TRITON}, not {version}"
+    if dtype != torch.bfloat16:
+        return f"computes in bfloat16, not in {dtype}"
+    for name, allowed in fixed.items():
+        if widths.get(name, allowed[0]) not in allowed:
+            return f"needs {name} {' or '.join(map(str, allowed))}, not {widths[name]}"
+    return None
+
+
+_check_hopper_index = functools.partial(_check_hopper, {"index_dim": (128,)})
+_check_hopper_attention = functools.partial(_check_hopper, {"qk": (576, 512), "value_dim": (512,)})
+
 BACKENDS: dict[str, dict[str, Check]] = {
-    "index_topk": {"reference": _check_reference},
-    "sparse_attention": {"reference": _check_reference},
+    "index_topk": {
+        "hopper": _check_hopper_index,
+        "triton": _check_triton,
+        "reference": _check_reference,
+    },
+    "sparse_attention": {
+        "hopper": _check_hopper_attention,
+        "triton": _check_triton,
+        "reference": _check_reference,
+    },
 }
 
 
-def resolve(options: OpOptions, device: torch.device, dtype: torch.dtype) -> OpOptions:
+def on_first_call(module: str, name: str) -> Callable[..., Any]:
+    """The function `name` of a module that is imported when it is first called."""
+
+    def call(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*arguments)
+
+    return call
+
+
+def resolve(
+    options: OpOptions, device: torch.device, dtype: torch.dtype, **widths: int
+) -> OpOptions:
     """Options with a backend that runs on device and dtype in place of every "auto".
 
-    Raises BackendError, with every known backend and what is against it, when the named one or all
-    of them cannot run.
+    widths: index_dim, qk, value_dim and topk, as far as known. Raises BackendError, with every
+    known backend and what is against it, when the named one or all of them cannot run.
     """
-    chosen = {op: _choose(op, getattr(options, op), device, dtype) for op in BACKENDS}
+    known = tuple(sorted(widths.items()))
+    chosen = {op: _choose(op, getattr(options, op), device, dtype, known) for op in BACKENDS}
     return replace(options, **chosen)
 
 
 @functools.cache  # so that a choice is logged once and costs nothing per layer
-def _choose(op: str, wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    verdicts = {name: check(device, dtype) for name, check in BACKENDS[op].items()}
+def _choose(
+    op: str,
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[tuple[str, int], ...],
+) -> str:
+    verdicts = {name: check(device, dtype, dict(widths)) for name, check in BACKENDS[op].items()}
     able = [name for name, refusal in verdicts.items() if refusal is None]
+    listing = "; ".join(f"{name}: {refusal or 'can run'}" for name, refusal in verdicts.items())
     if wanted == "auto" and able:
-        logger.info("%s: %s, the first backend for %s on %s", op, able[0], dtype, device)
+        why = "%s: %s, the first backend for %s on %s (%s)"
+        logger.info(why, op, able[0], dtype, device, listing)
         return able[0]
     if wanted in able:
         logger.info("%s: %s, named by ops.%s", op, wanted, op)
         return wanted
-    listing = "; ".join(f"{name}: {refusal or 'can run'}" for name, refusal in verdicts.items())
     raise BackendError(f"ops.{op} = {wanted!r} cannot run for {dtype} on {device} ({listing})")

@@ -9,8 +9,8 @@ from fullspan.errors import BackendError, ConfigError
 
 # As in backend.BACKENDS, in the order in which "auto" tries them.
 BACKEND_NAMES = {
-    "index_topk": ("reference",),
-    "sparse_attention": ("reference",),
+    "index_topk": ("hopper", "triton", "reference"),
+    "sparse_attention": ("hopper", "triton", "reference"),
 }
 
 

@@ -16,10 +16,11 @@ from statistics import median
 
 import torch
 
-from fullspan.checkpoint.load import load_model
+from fullspan.checkpoint.load import load_model, op_widths
 from fullspan.checkpoint.safetensors_io import WEIGHT_SUFFIXES
 from fullspan.data.packing import Pack
 from fullspan.errors import BackendError, ConfigError
+from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.backend import resolve
 from fullspan.ops.options import OpOptions
@@ -237,8 +238,8 @@ class Stage:
 
     def _model(self, run: RunConfig, mesh: Mesh) -> DsaForCausalLM:
         dtype = DTYPES[run.model.dtype]
-        options = resolve(run.ops, self.device, dtype)
         folder, eps = Path(run.model.path), run.model.latent_norm_eps
+        options = resolve(run.ops, self.device, dtype, **op_widths(DsaConfig.load(folder)))
         recompute, shard = run.train.recompute, run.parallel.shard_weights
         if self.random_weights:
             return random_model(

@@ -26,7 +26,6 @@ from fullspan.errors import CheckpointError
 from fullspan.lora.inject import inject, trainable_parameters
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import resolve
 from fullspan.parallel.mesh import Mesh
 from fullspan.train import report
 from fullspan.train.config import RunConfig
@@ -194,7 +193,7 @@ def _load(config: RunConfig, mesh: Mesh) -> DsaForCausalLM:
             Path(config.model.path),
             dtype=dtype,
             device=mesh.device,
-            options=resolve(config.ops, mesh.device, dtype),
+            options=config.ops,
             recompute=config.train.recompute,
             latent_norm_eps=config.model.latent_norm_eps,
             mesh=mesh,

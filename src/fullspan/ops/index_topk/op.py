@@ -7,12 +7,16 @@ differentiable, as the indexer is frozen.
 
 import torch
 
-from fullspan.ops.backend import OpOptions, resolve
+from fullspan.ops.backend import OpOptions, on_first_call, resolve
 from fullspan.ops.index_topk import reference
 from fullspan.ops.selection import Selection
 from fullspan.shapes import Float, Float32, Int64, Tensor
 
-_IMPLEMENTATIONS = {"reference": reference.index_topk}
+_IMPLEMENTATIONS = {
+    "hopper": on_first_call("fullspan.ops.index_topk.hopper_backend", "index_topk"),
+    "triton": on_first_call("fullspan.ops.index_topk.triton_backend", "index_topk"),
+    "reference": reference.index_topk,
+}
 
 
 def index_topk(
@@ -34,7 +38,8 @@ def index_topk(
     too small for one row.
     """
     assert topk > 0, topk
-    backend = resolve(options, query.device, query.dtype).index_topk
+    widths = {"index_dim": query.shape[2], "topk": topk}
+    backend = resolve(options, query.device, query.dtype, **widths).index_topk
     tensors = (query.detach(), key.detach(), weights.detach(), key_start, key_end)
     return Selection(*_index_topk(*tensors, topk, backend, options.workspace_bytes))
 

@@ -7,13 +7,23 @@ denominator. Causality is the selection's matter and is not checked here.
 
 import torch
 
-from fullspan.ops.backend import OpOptions, resolve
+from fullspan.ops.backend import OpOptions, on_first_call, resolve
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import reference
 from fullspan.shapes import Float, Tensor
 
-_FORWARD = {"reference": reference.forward}
-_BACKWARD = {"reference": reference.backward}
+_TRITON = "fullspan.ops.sparse_attention.triton_backend"
+_HOPPER = "fullspan.ops.sparse_attention.hopper_backend"
+_FORWARD = {
+    "hopper": on_first_call(_HOPPER, "forward"),
+    "triton": on_first_call(_TRITON, "forward"),
+    "reference": reference.forward,
+}
+_BACKWARD = {
+    "hopper": on_first_call(_HOPPER, "backward"),
+    "triton": on_first_call(_TRITON, "backward"),
+    "reference": reference.backward,
+}
 
 
 def sparse_attention(
@@ -29,15 +39,16 @@ def sparse_attention(
     """softmax(scale * query . kv[ids]) @ kv[ids, :value_dim], and the log of its denominator.
 
     A slot is empty where its id is -1 or where it is not below the row's count, wherever it lies;
-    empty slots are never read. A row without keys gives out 0, lse +inf (so that exp(s - lse)
-    vanishes, sink or not) and no gradient. lse is natural, fp32 or wider, without gradient.
-    Raises BackendError when the named backend cannot run here, ConfigError when
-    options.workspace_bytes is too small for one row.
+    empty slots are never read. A row names a key at most once. A row without keys gives out 0, lse
+    +inf (so that exp(s - lse) vanishes, sink or not) and no gradient. lse is natural, fp32 or
+    wider, without gradient. Raises BackendError when the named backend cannot run here, ConfigError
+    when options.workspace_bytes is too small for one row.
     """
     assert query.dtype == kv.dtype, (query.dtype, kv.dtype)
     assert 0 < value_dim <= kv.shape[1] == query.shape[2], (query.shape, kv.shape, value_dim)
     assert selection.ids.shape[0] == query.shape[0], (selection.ids.shape, query.shape)
-    backend = resolve(options, query.device, query.dtype).sparse_attention
+    widths = {"qk": query.shape[2], "value_dim": value_dim, "topk": selection.ids.shape[1]}
+    backend = resolve(options, query.device, query.dtype, **widths).sparse_attention
     selected = (selection.ids, selection.counts)
     settings = (scale, value_dim, backend, options.workspace_bytes)
     return _sparse_attention(query, kv, *selected, sink, *settings)

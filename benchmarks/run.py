@@ -1,0 +1,212 @@
+"""Measures the kernels on one NVIDIA GPU and appends a row a measurement to a JSON-lines file.
+
+    python benchmarks/run.py --out benchmarks/results/h200.jsonl --commit "$(git rev-parse HEAD)"
+
+Cases are data (cases.toml). Times are medians over at least half a second of runs back to back,
+after a quarter of a second of warm-up, the cache flushed between runs: sustained clocks. report.py
+makes the tables. Left out: whole training steps.
+"""
+
+import argparse
+import datetime
+import gc
+import itertools
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from fullspan.ops.index_topk import hopper_backend as index_hopper
+from fullspan.ops.index_topk import triton_backend as index_triton
+from fullspan.ops.sparse_attention import hopper_backend, plan, triton_backend
+
+CASES = Path(__file__).parent / "cases.toml"
+VALUE = 512
+# What one H200 gives, TFLOP/s: nominal dense rates; a floor is work over these.
+PEAK = {"bf16": 989.0, "fp8": 1979.0}
+FORMULA = {
+    "forward": "2*rows*topk*heads*(qk+512)",
+    "backward": "2*rows*topk*heads*(3*qk+2*512)",
+    "backward_planned": "2*rows*topk*heads*(3*qk+2*512)",
+    "index_topk": "2*pairs*heads*128",
+}
+
+Case = dict[str, Any]
+Run = Callable[[], Any]
+
+
+def cases(op: str) -> Iterator[Case]:
+    """Every combination of every entry of op."""
+    for entry in tomllib.loads(CASES.read_text(encoding="utf-8")).get(op, []):
+        for values in itertools.product(*entry.values()):
+            yield dict(zip(entry, values))
+
+
+def choose_ids(case: Case) -> torch.Tensor:
+    """int32 [rows, topk], ascending."""
+    rng = torch.Generator(device="cuda").manual_seed(0)
+    rows, keys, topk = case["rows"], case["keys"], case["topk"]
+    out = torch.empty(rows, topk, dtype=torch.int32, device="cuda")
+    block = 64
+    for first in range(0, rows, block):
+        here = min(block, rows - first)
+        if case["ids"] == "overlapping":
+            pool = torch.rand(keys, generator=rng, device="cuda").topk(topk * 5 // 4).indices
+            at = torch.rand(here, pool.numel(), generator=rng, device="cuda").topk(topk, 1).indices
+            ids = pool[at]
+        else:
+            ids = torch.rand(here, keys, generator=rng, device="cuda").topk(topk, 1).indices
+        out[first : first + here] = ids.sort(1).values.int()
+    return out
+
+
+def attention_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
+    """(what, floating point operations, call) for the forward, the backward and the plan."""
+    rng = torch.Generator(device="cuda").manual_seed(1)
+    rows, heads, qk, topk = case["rows"], case["heads"], case["qk"], case["topk"]
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=rng)
+
+    query, kv, grad = normal(rows, heads, qk), normal(case["keys"], qk), normal(rows, heads, VALUE)
+    ids = choose_ids(case)
+    counts = torch.full((rows,), topk, dtype=torch.int32, device="cuda")
+    backend = hopper_backend if case["backend"] == "hopper" else triton_backend
+    workspace = case["workspace_gib"] << 30
+    settings = (None, qk**-0.5, VALUE, workspace)
+    out, lse = backend.forward(query, kv, ids, counts, *settings)
+    work = 2.0 * rows * topk * heads
+    yield "forward", work * (qk + VALUE), lambda: backend.forward(query, kv, ids, counts, *settings)
+    given = (grad, query, kv, ids, counts, out, lse, *settings)
+    yield "backward", work * (3 * qk + 2 * VALUE), lambda: backend.backward(*given)
+    tiles = -(-heads // 64)
+    sizes = plan.Sizes(
+        topk=topk,
+        pack=case["keys"],
+        qk=qk,
+        heads=tiles * 64,
+        itemsize=2,
+        units=units(),
+        tiles=tiles,
+    )
+    span, chunk = plan.choose_rows(sizes, rows, workspace)
+    starts = range(0, rows, span)
+
+    def plan_all() -> plan.Plan:
+        built = [
+            plan.build_plan(
+                ids,
+                counts,
+                pack=case["keys"],
+                first=first,
+                rows=min(span, rows - first),
+                chunk=chunk,
+            )
+            for first in starts
+        ]
+        return built[0]
+
+    yield "plan", 0.0, plan_all
+    if len(starts) == 1:
+        ready = plan_all()
+        yield (
+            "backward_planned",
+            work * (3 * qk + 2 * VALUE),
+            lambda: backend.backward(*given, plan=ready),
+        )
+
+
+def units() -> int:
+    """Multiprocessors."""
+    return torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
+def index_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
+    """(what, floating point operations, call)."""
+    rng = torch.Generator(device="cuda").manual_seed(1)
+    rows, keys, heads = case["rows"], case["keys"], case["heads"]
+    fp8 = case["backend"] == "hopper_fp8"
+    kind = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    query = torch.randn(rows, heads, 128, generator=rng, device="cuda").to(kind)
+    key = torch.randn(keys, 128, generator=rng, device="cuda").to(kind)
+    weights = torch.randn(rows, heads, generator=rng, device="cuda") * 0.05
+    scale = [torch.rand(keys, generator=rng, device="cuda") + 0.5] if fp8 else []
+    end = torch.arange(keys - rows + 1, keys + 1, device="cuda")
+    start = torch.zeros_like(end) if case["ranges"] == "last" else (end - 1) // 8192 * 8192
+    call = index_triton.index_topk if case["backend"] == "triton" else index_hopper.index_topk
+    work = 2.0 * float((end - start).sum()) * heads * 128
+    inputs = (query, key, weights, start, end, case["topk"], case["workspace_gib"] << 30, *scale)
+    yield "index_topk", work, lambda: call(*inputs)
+
+
+def measure(call: Run, warm: int, repeat: int) -> dict[str, float]:
+    """Milliseconds (median, 10th, 90th percentile), and peak bytes above what was there before."""
+    call()
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    quantiles = triton.testing.do_bench(call, warmup=warm, rep=repeat, quantiles=[0.5, 0.1, 0.9])
+    median, low, high = (round(float(value), 4) for value in quantiles)
+    return {"ms": median, "ms_p10": low, "ms_p90": high, "peak_bytes": peak}
+
+
+def machine(commit: str) -> dict[str, str]:
+    """Hardware and versions, the same for every row of a run."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def main() -> int:
+    """Measure every case, or those of --op and --only."""
+    parser = argparse.ArgumentParser(description="Measure the kernels on one GPU.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--op", choices=("sparse_attention", "index_topk"))
+    parser.add_argument("--only", default="", help="cases whose text holds this")
+    parser.add_argument("--warm", type=int, default=250, help="milliseconds")
+    parser.add_argument("--repeat", type=int, default=500, help="milliseconds")
+    given = parser.parse_args()
+    fixed = machine(given.commit)
+    makers = {"sparse_attention": attention_runs, "index_topk": index_runs}
+    for op, runs in makers.items():
+        for case in cases(op) if given.op in (None, op) else ():
+            if given.only not in json.dumps(case):
+                continue
+            for what, work, call in runs(case):
+                row = {"op": what, **case, **measure(call, given.warm, given.repeat), **fixed}
+                if work:
+                    rate = PEAK["fp8" if "fp8" in case["backend"] else "bf16"]
+                    row |= {"flops": work, "formula": FORMULA[what]}
+                    row["tflops"] = round(work / row["ms"] / 1e9, 1)
+                    row["peak_share"] = round(row["tflops"] / rate, 3)
+                with given.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(
+                    what,
+                    case,
+                    row["ms"],
+                    row.get("tflops", ""),
+                    row["peak_bytes"] >> 20,
+                    flush=True,
+                )
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

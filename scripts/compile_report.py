@@ -1,0 +1,210 @@
+"""Compiles kernels without a GPU, and prints one JSON line a kernel.
+
+    python scripts/compile_report.py hopper    registers, spilled bytes, shared memory, and whether
+                                               ptxas had to serialise tensor instructions
+    python scripts/compile_report.py plain     shared memory against what the device class has
+
+Needs Triton 3.6 with the CUDA tools that it ships.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from fullspan.ops.index_topk import kernels_hopper as index
+from fullspan.ops.sparse_attention import kernels_hopper_backward as backward
+from fullspan.ops.sparse_attention import kernels_hopper_forward as forward
+from fullspan.ops.sparse_attention import triton_backend
+from fullspan.ops.sparse_attention.kernels_backward import dquery_kernel
+from fullspan.ops.sparse_attention.kernels_forward import forward_kernel
+
+BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
+Entry = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
+
+
+def tiles(rows: int, columns: int, swizzle: int = 128) -> str:
+    """The type of a TMA descriptor over bf16."""
+    layout = f"swizzle_byte_width={swizzle}, element_bitwidth=16, rank=2, transposed=False"
+    layout += ", fp4_padded=False, cga_layout=[]"
+    return f"tensordesc<bf16[{rows}, {columns}],NVMMASharedLayout({layout})>"
+
+
+def forward_kernels() -> Iterator[Entry]:
+    """The forward for 64 and 128 heads, and without rope but with a sink."""
+    types = {"FLAGS": INT32, "Q": BF16, "KV": BF16, "IDS": INT32, "COUNT": INT32, "SINK": FP32}
+    types |= {"OUT": BF16, "LSE": FP32, "scale_log2": "fp32", "S": "i32"}
+    for name, tiles_of_heads, rope in (("64", 1, True), ("128", 2, True), ("512", 1, False)):
+        fixed = {"K": 2048, "BK": 64, "HT": tiles_of_heads, "ROPE": rope, "WORDS": 1}
+        fixed["HAS_SINK"] = not rope
+        yield f"forward {name}", forward.forward_kernel, types, fixed, {"maxnreg": 128}
+
+
+def kernels() -> Iterator[Entry]:
+    """Name, kernel, types of its arguments, compile-time values, compiler options."""
+    yield from forward_kernels()
+    types = {
+        "QD": tiles(64, 128),
+        "QRD": tiles(64, 64),
+        "DOD": tiles(64, 128),
+        "DQD": tiles(64, 128),
+    }
+    types |= {
+        "DQRD": tiles(64, 64),
+        "PD": tiles(64, 64),
+        "SD": tiles(64, 64),
+        "KV": BF16,
+        "IDS": INT32,
+    }
+    types |= {
+        "LIMIT": INT32,
+        "LSE": FP32,
+        "DELTA": FP32,
+        "q0": "i32",
+        "scale": "fp32",
+        "scale_log2": "fp32",
+    }
+    yield (
+        "dquery",
+        backward.dquery_kernel,
+        types,
+        {"K": 2048, "HT": 1, "ROPE": True, "R1": 232, "R2": 32},
+        {},
+    )
+    types = {
+        "QD": tiles(64, 256),
+        "QRD": tiles(64, 32, 64),
+        "DOD": tiles(64, 256),
+        "PD": tiles(64, 64),
+    }
+    types |= {
+        "SD": tiles(64, 64),
+        "OD": tiles(64, 256),
+        "ORD": tiles(64, 32, 64),
+        "LIMIT": INT32,
+        "MODE": INT32,
+    }
+    fixed = {"K": 2048, "ROPE": True, "GROUP": 16, "R1": 224, "R2": 40}
+    yield "dense", backward.dense_kernel, types | {"q0": "i32"}, fixed, {}
+    types = {
+        "qd": tiles(64, 128),
+        "kd": tiles(128, 128),
+        "W": FP32,
+        "KS": FP32,
+        "TAU": FP32,
+        "SEGS": INT64,
+    }
+    types |= dict.fromkeys(("START", "END", "BASE", "BEND", "NUM"), INT32)
+    numbers = ("row0", "s_q", "s_kv", "lo", "span", "T", "ntiles", "seg_stride", "num_stride")
+    fixed = {
+        "HI": 32,
+        "BQ": 64,
+        "NC": 3,
+        "FP8": False,
+        "GATE": True,
+        "ST": 6,
+        "KBUF": 1,
+        "REGS": 160,
+        "KI": 16,
+    }
+    yield "scores", index.score_kernel, types | dict.fromkeys(numbers, "i32"), fixed, {}
+
+
+def compiled(
+    source: Any,
+    kernel: Any,
+    types: dict[str, str],
+    fixed: dict[str, Any],
+    options: dict[str, int],
+    arch: int,
+) -> Any:
+    """A kernel compiled for sm_`arch`, pointers taken to be 16-byte aligned."""
+    order = kernel.arg_names
+    full = {argument: types.get(argument, "constexpr") for argument in order}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(order) if full[n].startswith("*")
+    }
+    constants = {(order.index(argument),): value for argument, value in fixed.items()}
+    text = source(fn=kernel, signature=full, constexprs=constants, attrs=aligned)
+    return triton.compile(text, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def report(
+    name: str, kernel: Any, types: dict[str, str], fixed: dict[str, Any], options: dict[str, int]
+) -> dict[str, Any]:
+    """What ptxas says of one kernel."""
+    built = compiled(GluonASTSource, kernel, types, fixed, {"num_warps": 4, **options}, 90)
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(built.asm["ptx"], encoding="utf-8")
+        command = [ptxas, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".o")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "kernel": name,
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", said))),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
+        "shared": built.metadata.shared,
+        "serialised": "C7512" in said,
+    }
+
+
+DEVICES = {
+    80: 163,
+    86: 99,
+    90: 227,
+    100: 227,
+    120: 99,
+}  # KiB of shared memory that a block can have
+
+
+def plain_reports() -> Iterator[dict[str, Any]]:
+    """Shared memory of the largest plain kernels of sparse attention on every device class."""
+    forward_types = {"QUERY": BF16, "KV": BF16, "IDS": INT32, "COUNTS": INT32, "SINK": FP32}
+    forward_types |= {"OUT": BF16, "LSE": FP32, "pack": "i32", "scale_log2": "fp32"}
+    dquery_types = {"QUERY": BF16, "KV": BF16, "IDS": INT32, "COUNTS": INT32, "GRAD": BF16}
+    dquery_types |= {"LSE": FP32, "DELTA": FP32, "DQUERY": BF16, "PROB": BF16, "DSCORE": BF16}
+    dquery_types |= {"row0": "i32", "pack": "i32", "scale": "fp32"}
+    for arch, limit in DEVICES.items():
+        sizes = triton_backend.device_tiles(limit * 1024, arch // 10)
+        fixed = {"HEADS": 64, "TOPK": 2048, "DV": 512, "DR": 64, "DVP": 512, "DRP": 64}
+        fixed |= {"HB": sizes.heads, "BK": sizes.keys, "PRECISION": "tf32"}
+        for name, kernel, types, own, (stages, warps) in (
+            ("forward", forward_kernel, forward_types, {"HAS_SINK": False}, sizes.forward),
+            ("dquery", dquery_kernel, dquery_types, {"HP": 64}, sizes.dquery),
+        ):
+            values = fixed | own | {"STAGES": stages}
+            options = {"num_warps": warps, "num_stages": stages}
+            built = compiled(ASTSource, kernel, types, values, options, arch)
+            row = {"kernel": f"{name} sm_{arch}", "shared": built.metadata.shared}
+            yield row | {"limit": limit * 1024}
+
+
+def main() -> int:
+    """Report the kernels of one kind."""
+    if sys.argv[1:] == ["hopper"]:
+        rows = (report(*entry) for entry in kernels())
+    elif sys.argv[1:] == ["plain"]:
+        rows = plain_reports()
+    else:
+        print(__doc__)
+        return 2
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

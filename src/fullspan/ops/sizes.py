@@ -1,0 +1,11 @@
+"""Whole-number helpers of the kernels' launchers."""
+
+
+def power_of_2(number: int) -> int:
+    """The smallest power of two that is not below number, and at least 1."""
+    return 1 << max(0, (number - 1).bit_length())
+
+
+def ceil_div(number: int, by: int) -> int:
+    """number / by, rounded up."""
+    return -(-number // by)

@@ -1,0 +1,191 @@
+"""The plain Triton kernels of sparse attention against the reference: in Triton's interpreter on a
+CPU, compiled on a GPU.
+"""
+
+import pytest
+import torch
+
+from tests.support.selections import Attention, error, exact, make_attention
+from tests.support.triton_interpreter import DEVICE
+
+from fullspan.errors import ConfigError  # isort: skip
+from fullspan.ops.sparse_attention import plan as plans  # isort: skip
+from fullspan.ops.sparse_attention import triton_backend  # isort: skip
+
+WORKSPACE = 1 << 30
+
+
+def run(
+    case: Attention, workspace: int = WORKSPACE, plan: plans.Plan | None = None
+) -> tuple[torch.Tensor, ...]:
+    """out, lse, dquery, dkv, dsink by the kernels, the backward from their own forward."""
+    inputs = (case.query, case.kv, case.ids, case.counts)
+    settings = (case.sink, case.scale, case.value_dim, workspace)
+    out, lse = triton_backend.forward(*inputs, *settings)
+    return out, lse, *triton_backend.backward(case.grad, *inputs, out, lse, *settings, plan)
+
+
+def check(
+    case: Attention, tolerance: float, workspace: int = WORKSPACE, plan: plans.Plan | None = None
+) -> None:
+    got, want = run(case, workspace, plan), exact(case)
+    assert torch.equal(got[1].isinf(), want[1].isinf())
+    for name, mine, true in zip(
+        ("out", "dquery", "dkv"), (got[0], *got[2:4]), (want[0], *want[2:4])
+    ):
+        assert mine.isfinite().all(), name
+        assert error(mine, true) < tolerance, (name, error(mine, true))
+    finite = ~want[1].isinf()
+    assert (got[1] - want[1])[finite].abs().max() < tolerance * 10
+    if case.sink is not None:
+        assert error(got[4], want[4]) < tolerance
+
+
+@pytest.mark.parametrize("rope", [0, 8])
+@pytest.mark.parametrize("heads", [3, 20])
+def test_agrees_with_the_reference(heads, rope):
+    case = make_attention(
+        rows=19,
+        heads=heads,
+        value=24,
+        rope=rope,
+        pack=40,
+        topk=12,
+        counts=(0, 1, 12, 5),
+        sink=rope > 0,
+        device=DEVICE,
+    )
+    check(case, 2e-6)
+
+
+def test_half_precision_rounds_like_half_precision():
+    case = make_attention(
+        rows=17, heads=4, value=16, rope=16, pack=64, topk=20, dtype=torch.float16, device=DEVICE
+    )
+    check(case, 2e-3)
+
+
+def test_direct_and_shared_keys_and_chunks(monkeypatch):
+    """Thresholds lowered so that one small call has groups that share some keys, and groups that
+    share none.
+    """
+    monkeypatch.setattr(plans, "FEW_DIRECT", 0)
+    near = make_attention(
+        rows=16, heads=2, value=16, rope=8, pack=400, topk=24, pool=48, device=DEVICE
+    )
+    far = make_attention(
+        rows=20, heads=2, value=16, rope=8, pack=400, topk=24, device=DEVICE, seed=1
+    )
+    kv = torch.where(near.kv.isnan(), far.kv, near.kv)
+    parts = {
+        name: torch.cat([getattr(near, name), getattr(far, name)])
+        for name in ("query", "ids", "counts", "grad")
+    }
+    case = Attention(kv=kv, sink=None, scale=0.3, value_dim=16, **parts)
+    plan = plans.build_plan(case.ids, case.counts, pack=400, first=0, rows=36, chunk=48)
+    assert plan.mode.tolist() == [1, 0, 0]
+    assert int(plan.direct_count[:16].sum()) > 0
+    check(case, 2e-6)
+    sizes = triton_backend.sizes_of(
+        case.query, case.kv, triton_backend.shape_of(case.query, 24, 16)
+    )
+    assert plans.choose_rows(sizes, 36, 1 << 17) == (16, 16)
+    check(case, 2e-6, workspace=1 << 17)
+    chunked = plans.build_plan(case.ids, case.counts, pack=400, first=0, rows=36, chunk=16)
+    check(case, 2e-6, plan=chunked)
+
+
+def test_the_plan_lists_every_pair_once(monkeypatch):
+    """Each key's partial rows, shared or direct, stand for exactly the (row, slot) pairs that chose
+    it, chunk by chunk.
+    """
+    monkeypatch.setattr(plans, "FEW_DIRECT", 0)
+    topk, pack, first, rows, chunk = 24, 90, 4, 40, 32
+    case = make_attention(
+        rows=44,
+        heads=1,
+        value=16,
+        rope=0,
+        pack=pack,
+        topk=topk,
+        pool=40,
+        counts=(24, 7, 20, 0, 24),
+        device=DEVICE,
+    )
+    plan = plans.build_plan(case.ids, case.counts, pack=pack, first=first, rows=rows, chunk=chunk)
+    kinds = set()
+    for part in plan.chunks():
+        start, groups = part.start(pack).tolist(), range(part.groups.start, part.groups.stop)
+        leaders = {}
+        for group in groups:
+            shared = plan.leader[group] if int(plan.mode[group]) else torch.empty(0)
+            leaders |= {
+                int(row): (group, place) for place, row in enumerate(shared) if int(row) >= 0
+            }
+        for key in range(pack):
+            pairs = []
+            for entry in plan.order[start[key] : start[key + 1]].tolist():
+                kinds.add(entry in leaders)
+                if entry not in leaders:
+                    pairs.append(entry)
+                    continue
+                group, place = leaders[entry]
+                block, column = divmod(place, plans.BLOCK)
+                active = plan.active[group, block, : int(plan.active_count[group, block])].tolist()
+                slots = plan.slots[group, block, :, column].tolist()
+                assert all(slot < 0 for slot in slots[len(active) :])
+                held = [(row, slot) for row, slot in zip(active, slots) if slot >= 0]
+                base = group * plans.GROUP - part.at
+                assert all(slot // topk == base + row for row, slot in held)
+                pairs += [slot for _, slot in held]
+            wanted = [
+                row * topk + slot
+                for row in range(part.rows)
+                for slot in range(min(topk, int(case.counts[first + part.at + row])))
+                if int(case.ids[first + part.at + row, slot]) == key
+            ]
+            assert sorted(pairs) == wanted, key
+        for row in range(part.rows):
+            listed = plan.direct[part.at + row, : int(plan.direct_count[part.at + row])].tolist()
+            assert all(row * topk + slot in plan.order[start[0] : start[-1]] for slot in listed)
+    assert kinds == {True, False}
+
+
+def test_same_bits_on_every_run():
+    case = make_attention(rows=20, heads=2, value=16, rope=8, pack=50, topk=16, device=DEVICE)
+    for first, second in zip(run(case), run(case)):
+        assert torch.equal(first, second)
+
+
+def test_one_key():
+    case = make_attention(
+        rows=3, heads=2, value=16, rope=8, pack=1, topk=4, sink=True, device=DEVICE
+    )
+    check(case, 2e-6)
+
+
+def test_rows_without_keys():
+    case = make_attention(
+        rows=4, heads=2, value=16, rope=8, pack=50, topk=16, counts=(0,), sink=True, device=DEVICE
+    )
+    out, lse, *gradients = run(case)
+    assert lse.isinf().all() and not out.any()
+    assert all(not gradient.any() for gradient in gradients)
+
+
+def test_chunks_fit_the_workspace():
+    """At GLM-5.2's widths: below the budget, and rounds of the multiprocessors nearly full."""
+    sizes = plans.Sizes(topk=2048, pack=131072, qk=576, heads=64, itemsize=2, units=132)
+    for gib in (1, 4, 64):
+        for pack in (16384, 131072, 1 << 20):
+            sizes = plans.Sizes(topk=2048, pack=pack, qk=576, heads=64, itemsize=2, units=132)
+            span, chunk = plans.choose_rows(sizes, 4096, gib << 30)
+            table = span * 4 * pack // 16
+            used = span * sizes.plan_row_bytes + 8 * pack * -(-span // chunk)
+            assert used + table <= gib << 30
+            beside = table if span < 4096 else 0
+            assert used + beside + chunk * sizes.row_bytes <= gib << 30
+            assert chunk % plans.GROUP == 0 and (span % chunk == 0 or span >= 4096)
+            assert chunk / (-(-chunk // 132) * 132) > 0.9
+    with pytest.raises(ConfigError, match=r"ops\.workspace_bytes"):
+        plans.choose_rows(sizes, 4096, 1 << 20)
