@@ -45,12 +45,13 @@ TARGETS = {
 
 
 def case_of(folder: Path, dtype: str, targets: tuple[str, ...], **sections: Any) -> Case:
+    """Of 400 rows, which go to the experts in two chunks."""
     return tiny_case(
         folder,
+        **{"data": {"pack_length": 400}, **sections},
         model={"dtype": dtype},
         lora={"r": 8, "targets": list(targets)},
         ops={"workspace_bytes": WORKSPACE},
-        **sections,
     )
 
 

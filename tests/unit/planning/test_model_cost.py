@@ -1,6 +1,8 @@
 """Counted tensors, bytes, adapters and FLOPs against the real model, and the known totals of
 GLM-5.2."""
 
+from math import prod
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,6 +17,7 @@ from fullspan.lora.inject import (
     inject,
     trainable_parameters,
 )
+from fullspan.models.common.frozen import BlockLayout
 from fullspan.models.dsa.attention import Angles
 from fullspan.ops.backend import OpOptions
 from fullspan.ops.rope.op import inverse_frequencies, rope_angles
@@ -24,6 +27,7 @@ from fullspan.parallel.sequence import Partition
 from fullspan.parallel.shard import FlatUnit
 from fullspan.planning.memory import held_elements
 from fullspan.planning.model_cost import (
+    Weight,
     WeightFormat,
     Work,
     active_parameters,
@@ -78,6 +82,15 @@ def test_bytes_are_the_models(tmp_path, fp8, dtype):
         }
         unit = FlatUnit(spread, rank=1, size=4, device=torch.device("meta"))
         assert share_bytes(counted, case.form, 4) == unit.share
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_ragged_blocks_begin_anew_in_each_half(name):
+    """gate above up; as models/common/frozen.py lays scales out."""
+    layout = BlockLayout(block=(48, 40), parts=2 if name == "gate_up_proj" else 1)
+    weight = Weight(f"mlp.experts.{name}.weight", (3, 128, 96), scaled=True, routed=True)
+    form = WeightFormat(itemsize=2, block=layout.block)
+    assert form.parts(weight) == [3 * 128 * 96, 4 * prod(layout.scale_shape(weight.shape))]
 
 
 def expert_names(model):
