@@ -72,6 +72,11 @@ def test_glm_5_2():
     assert config.latent_norm_eps == 1e-5
 
 
+@pytest.mark.parametrize("name", ["deepseek_sparse_attention", "indexed_attention"])
+def test_what_transformers_writes_as_layer_types(name):
+    assert changed(layer_types=[name] * 78) == changed()
+
+
 def test_the_list_of_indexers_wins_over_the_schedule():
     types = ["full" if layer in FULL_IN_GLM_5_2 else "shared" for layer in range(78)]
     assert full_layers(changed(indexer_types=types, index_topk_freq=9)) == FULL_IN_GLM_5_2

@@ -55,6 +55,8 @@ _USED = frozenset((
     "index_skip_topk_offset", "indexer_rope_interleave", "eos_token_id", "pad_token_id",
     "num_experts", "num_local_experts", "qk_head_dim", "layer_types", "index_topk_pattern",
 ))  # fmt: skip
+# Two names of one thing: those that transformers 5.17 and later releases write.
+_LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
 # Family: whether the indexer's RoPE is interleaved where the config does not say.
 _FAMILIES = {"glm_moe_dsa": True, "deepseek_v32": False}
 
@@ -186,10 +188,10 @@ class DsaConfig:
                     f"{name} is {fields[name]!r} in the model config: only {only!r} is implemented"
                 )
         for index, kind in enumerate(fields.get("layer_types") or ()):
-            if kind != "indexed_attention":
+            if kind not in _LAYER_TYPES:
                 raise ConfigError(
                     f"layer_types[{index}] is {kind!r} in the model config: "
-                    "only 'indexed_attention' is implemented"
+                    f"allowed are {' and '.join(_LAYER_TYPES)}"
                 )
         integers = {name: _integer(fields, name) for name in _REQUIRED_INTEGERS}
         for alias in ("num_experts", "num_local_experts"):
