@@ -53,8 +53,7 @@ def write_adapter(
         per_expert: keys of each expert, see `to_peft`.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or not of this model, or a file cannot be
-            written.
+        CheckpointError: the checkpoint is damaged or not this model's, or a file cannot be written.
     """
     model = adapted_model(checkpoint, model_path, lora)
     to_peft(model, lora, base_model or str(model_path), output, per_expert=per_expert)

@@ -9,8 +9,7 @@ A step may be `scaled`: its tensors can be FP8 in a checkpoint, each beside a te
 `with_scales` adds a step for those of a given checkpoint, so that scales are placed, counted and
 written back like any other tensor.
 
-Dtypes, devices and files are left to `load.py`; which names a family has is declared beside its
-model.
+Leaves out dtypes, devices and files (load.py). A family declares its names beside its model.
 """
 
 from collections.abc import Iterator, Mapping

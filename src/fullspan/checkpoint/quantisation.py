@@ -1,5 +1,4 @@
-"""Which tensors of a checkpoint folder are FP8, with which blocks; and a model that has room for
-them.
+"""Which tensors of a checkpoint folder are FP8, in which blocks, and room for them in a model.
 
 A tensor X is FP8 when the folder also holds X_scale_inv (or X_scale, as some exports name it): the
 tensors decide, and `modules_to_not_convert` in config.json, which names things that are no tensor

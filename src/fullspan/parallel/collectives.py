@@ -137,7 +137,7 @@ def all_reduce_gradients(
 
 
 def gather_rows(
-    local: Float[Tensor, "rows *rest"], group: Group | None, what: str = "rows"
+    local: Float[Tensor, "rows *width"], group: Group | None, what: str = "rows"
 ) -> Tensor:
     """The blocking form of `start_all_gather_rows`, for parity checks."""
     return start_all_gather_rows(local, group, what).wait()

@@ -6,7 +6,7 @@
                adapter/        the trained adapter in PEFT layout
                loss.png        the loss curve (plot.py)
 
-After every step the ranks agree on whether to stop and whose memory peaked, in one small message.
+After every step one small message agrees on whether to stop and on the highest peak of memory.
 A checkpoint written after a step holds everything that the next step depends on, so a resumed run
 has the losses of an uninterrupted one, bit for bit, on as many ranks. On another number of ranks it
 continues too, with the same data order; the losses then agree to rounding.

@@ -6,9 +6,8 @@ step 3 (steps count from 1 here: the number of finished steps) and `{"kind": "ev
 "loss": ..}` for an evaluation after that many steps. Losses are in nats per trained token. Only the
 first rank writes. Leaves out the plot (plot.py).
 
-tok/s counts the tokens of the packs, padding left out. In total it is the pack's tokens over the
-wall time of the step, however many ranks share the pack; per rank it is that divided by the number
-of ranks.
+tok/s counts the tokens of the packs, padding left out. In total it is all tokens of a step over its
+wall time, however many ranks share them; per rank it is that divided by the number of ranks.
 """
 
 import json
@@ -135,8 +134,7 @@ def peak_memory(device: torch.device) -> PeakMemory:
 
 
 def throughput(tokens: int, seconds: float, ranks: int) -> tuple[float, float]:
-    """(tokens per second in total, the same per rank) of `ranks` that shared `tokens` for
-    `seconds`."""
+    """Tokens per second, in total and per rank, of `ranks` that shared `tokens`."""
     total = tokens / seconds
     return total, total / ranks
 

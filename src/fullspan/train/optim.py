@@ -2,8 +2,8 @@
 
 Leaves out: settings and learning rate (schedule.py), the reduction of gradients over ranks
 (parallel/collectives.py; it has happened before `AdapterOptimizer.step` sees them) and writing to
-disk (checkpoint/resume.py). Adapters are replicated, so every rank computes the same norm, the same
-rate and the same update, and nothing here communicates.
+disk (checkpoint/resume.py). Nothing here communicates: the norm that clips is handed in, the same
+on every rank (session.py), so replicated adapters get the same update everywhere.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,8 +19,7 @@ class AdapterOptimizer:
     """AdamW that knows its parameters by name.
 
     `parameters` are all the trainable ones, {name: parameter}; anything frozen among them is a bug.
-    Moments exist from the start, so a checkpoint before the first step has the same keys as any
-    other.
+    Moments exist from the start, so every checkpoint has the same keys, also one before step 1.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class AdapterOptimizer:
             }
 
     def gradient_norm(self, names: Collection[str] | None = None) -> Tensor:
-        """The 2-norm over the gradients of `names` (None: of all) together, a scalar in fp32.
+        """The 2-norm of this rank's gradients of `names` (None: of all) together, a scalar in fp32.
         Missing gradients count as zero."""
         chosen = self._parameters if names is None else names
         gradients = [self._parameters[name].grad for name in chosen]

@@ -100,7 +100,7 @@ class Session:
 
     Args:
         model: from `load_model` and `inject`; nothing but the adapters requires a gradient.
-        adapters: {name: parameter}, see `fullspan.lora.inject.trainable_parameters`.
+        adapters: {name: parameter}, see `trainable_parameters` in lora/inject.py.
         total_steps: where the learning rate's decay ends.
         mesh: the ranks; None: this process alone.
         partition: which rows of a pack each rank holds.
@@ -290,8 +290,7 @@ class Session:
         fingerprint: Mapping[str, Any] | None = None,
         keep_last: int = 2,
     ) -> Path:
-        """Writes a checkpoint `folder`/step-N that `load` continues from exactly; see
-        `fullspan.checkpoint.resume.save_checkpoint`."""
+        """Writes a checkpoint `folder`/step-N that `load` continues from; see `save_checkpoint`."""
         self.mesh.watch.begin(f"the checkpoint of step {self.finished_steps}")
         with self.mesh.watch.exchange("the writing of a checkpoint"):
             return save_checkpoint(
