@@ -2,8 +2,6 @@
 index_topk.
 """
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from fullspan.lora.inject import adapted_modules, trainable_parameters
 from fullspan.lora.layers import LoRAGroupedLinear
+from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
 from tests.support.tiny import FAMILIES, gradients, local_loss, random_pack, relative, tiny_model
 
@@ -102,7 +101,11 @@ def test_every_gradient_flows_at_the_first_step(tiny_checkpoints, family):
         assert (gradient.norm() > 0) == name.endswith("lora_b"), name
 
 
-def test_configs_of_servers_and_transformers_differ_in_the_latent_norm(tiny_checkpoints):
-    config = tiny_model(tiny_checkpoints["glm_moe_dsa"], adapters=False).config
-    assert config.latent_norm_eps == 1e-6
-    assert dataclasses.replace(config, latent_norm_eps=config.rms_norm_eps).rms_norm_eps == 1e-5
+def test_the_latent_norms_take_the_configs_eps_or_the_one_that_is_given(tiny_checkpoints):
+    """Servers take rms_norm_eps for them, 1e-5 in GLM's config; `transformers` 1e-6."""
+    config = DsaConfig.load(tiny_checkpoints["glm_moe_dsa"])
+    assert config.latent_norm_eps == config.rms_norm_eps == 1e-5
+    for layer in tiny_model(tiny_checkpoints["glm_moe_dsa"], adapters=False).model.layers:
+        attention = layer.self_attn
+        assert attention.q_a_layernorm.eps == attention.kv_a_layernorm.eps == 1e-6
+        assert layer.input_layernorm.eps == 1e-5

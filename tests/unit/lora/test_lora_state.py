@@ -9,19 +9,8 @@ from safetensors.torch import load_file, save_file
 from fullspan.errors import CheckpointError
 from fullspan.lora.inject import LoraConfig, adapted_modules, inject, trainable_parameters
 from fullspan.lora.state import adapter_state, from_peft, load_adapter_state, to_peft
+from tests.support.tiny import EVERY_TARGET
 
-EVERYTHING = (
-    "q_a_proj",
-    "q_b_proj",
-    "kv_a_proj_with_mqa",
-    "kv_b_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "experts.gate_up_proj",
-    "experts.down_proj",
-)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -41,7 +30,7 @@ def _equal(left, right) -> bool:
 
 @pytest.fixture
 def exported(make_model, tmp_path):
-    model, config = _adapted(make_model, *EVERYTHING)
+    model, config = _adapted(make_model, *EVERY_TARGET)
     to_peft(model, config, "base/model", tmp_path / "adapter")
     return model, tmp_path / "adapter"
 
@@ -68,8 +57,8 @@ def test_keys(exported):
     owners = {key.removesuffix(".lora_A.weight") for key in keys if key.endswith(".lora_A.weight")}
     assert keys == {f"{owner}.lora_{side}.weight" for owner in owners for side in "AB"}
     assert owners == {
-        *(f"self_attn.{name}" for name in EVERYTHING[:5]),
-        *(f"mlp.shared_experts.{name}" for name in EVERYTHING[5:8]),
+        *(f"self_attn.{name}" for name in EVERY_TARGET[:5]),
+        *(f"mlp.shared_experts.{name}" for name in EVERY_TARGET[5:8]),
         "mlp.experts.base_layer",  # gate_up_proj, inside down_proj's wrapper
         "mlp.experts",
     }
@@ -110,7 +99,7 @@ def test_config_fields(exported):
 
 @pytest.mark.parametrize(
     "targets",
-    [EVERYTHING, ("experts.gate_up_proj",), ("layers.2.mlp.experts.down_proj", "up_proj")],
+    [EVERY_TARGET, ("experts.gate_up_proj",), ("layers.2.mlp.experts.down_proj", "up_proj")],
     ids=["everything", "gate_up", "some"],
 )
 @pytest.mark.parametrize("injected", [False, True], ids=["bare", "injected"])
@@ -192,7 +181,7 @@ def test_an_adapter_of_other_targets_or_scale_is_refused(make_model, exported):
     fewer, _ = _adapted(make_model, "o_proj")
     with pytest.raises(CheckpointError, match="targets differ"):
         from_peft(folder, fewer)
-    scaled, _ = _adapted(make_model, *EVERYTHING, alpha=4.0)
+    scaled, _ = _adapted(make_model, *EVERY_TARGET, alpha=4.0)
     with pytest.raises(CheckpointError, match=r"by lora_alpha / r = 3\.0"):
         from_peft(folder, scaled)
 
@@ -229,10 +218,10 @@ def test_damage_is_one_clear_line(make_model, exported, damage, message):
 
 
 def test_adapter_state_round_trip_and_its_errors(make_model):
-    model, _ = _adapted(make_model, *EVERYTHING)
+    model, _ = _adapted(make_model, *EVERY_TARGET)
     state = {name: tensor.clone() for name, tensor in adapter_state(model).items()}
     other = make_model()
-    inject(other, LoraConfig(r=2, targets=EVERYTHING))
+    inject(other, LoraConfig(r=2, targets=EVERY_TARGET))
     load_adapter_state(other, state)
     assert _equal(model, other)
     name = "model.layers.0.self_attn.o_proj.lora_a"
