@@ -111,5 +111,7 @@ def test_the_number_of_ranks_is_checked(path):
         config.check_ranks(3)
     config = load_run_config(path, ["--parallel.cp", "2"])
     config.check_ranks(2)
-    with pytest.raises(ConfigError, match=r"x parallel.cp 2 makes 2, but the run has 1 rank: .*--nproc"):
+    with pytest.raises(
+        ConfigError, match=r"x parallel.cp 2 makes 2, but the run has 1 rank: .*--nproc"
+    ):
         config.check_ranks(1)
