@@ -25,9 +25,8 @@ logger = logging.getLogger(__name__)
 Widths = Mapping[str, int]  # by name: index_dim, qk, value_dim, topk; what is not known is left out
 Check = Callable[[torch.device, torch.dtype, Widths], str | None]
 
-GLUON_TRITON = (
-    "3.6"  # Gluon's interface moves between releases: the one the kernels are tested with
-)
+# Gluon's interface moves between releases: the one that the kernels are tested with.
+GLUON_TRITON = "3.6"
 MOST_TOPK = 4096  # keys of a row that the Triton kernels hold in registers
 
 

@@ -2,9 +2,8 @@
 
 Every field of the file is either used, known to be without influence on training, or refused by
 name: a field that is read but ignored would train another model than the one that was released.
-Three habits of released files are met on purpose: `head_dim` says 192 in GLM-5.2 and means nothing;
-`num_experts` may contradict `n_routed_experts`; the list `indexer_types` wins over the schedule
-(`index_topk_freq`, `index_skip_topk_offset`) that describes it.
+Of two habits of released files: `head_dim` says 192 in GLM-5.2 and means nothing, and the list
+`indexer_types` wins over the schedule (`index_topk_freq`, `index_skip_topk_offset`) beside it.
 """
 
 import json
