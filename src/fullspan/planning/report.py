@@ -213,7 +213,7 @@ def _flops(times: Times) -> list[str]:
 
 
 def _wire(traffic: Traffic) -> list[str]:
-    rows = [("item", *PASSES, "step")]
+    rows: list[tuple[str, ...]] = [("item", *PASSES, "step")]
     for item, phases in traffic.by_item().items():
         values = (_number(phases.get(phase, 0) / 1e9) for phase in (*PASSES, "step"))
         rows.append((item, *values))
