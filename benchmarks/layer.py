@@ -22,7 +22,8 @@ from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaC
 from benchmarks.run import machine, measure
 from fullspan.models.dsa.attention import Angles, SparseLatentAttention
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.ops.backend import OpOptions, resolve
+from fullspan.ops.backend import resolve
+from fullspan.ops.options import OpOptions
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.rope.op import inverse_frequencies, rope_angles
 from fullspan.parallel.context import SequenceContext

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.index_topk.op import index_topk
+from fullspan.ops.options import OpOptions
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.selection import Selection
 from fullspan.parallel.balance import IndexerBalance

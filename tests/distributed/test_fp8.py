@@ -15,11 +15,13 @@ import torch
 from fullspan.checkpoint.load import load_model
 from fullspan.checkpoint.safetensors_io import CheckpointFolder
 from fullspan.data.packing import Pack
-from fullspan.lora.inject import LoraConfig, inject, trainable_parameters
-from fullspan.ops.backend import OpOptions, resolve
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import inject, trainable_parameters
+from fullspan.ops.backend import resolve
+from fullspan.ops.options import OpOptions
 from fullspan.parallel.mesh import Mesh
 from fullspan.parallel.shard import ShardedWeights
-from fullspan.train.optim import OptimConfig
+from fullspan.train.schedule import OptimConfig
 from fullspan.train.session import Session
 from tests.support.fp8 import write_twins
 from tests.support.ranks import run_ranks

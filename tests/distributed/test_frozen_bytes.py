@@ -14,7 +14,7 @@ from fullspan.checkpoint.load import load_model
 from fullspan.checkpoint.safetensors_io import CheckpointFolder, TensorReader
 from fullspan.models.common.linear import GroupedLinear
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.options import OpOptions
 from fullspan.parallel.shard import ShardedWeights
 from tests.support.ranks import run_ranks
 from tests.support.runs import mesh_of

@@ -24,7 +24,7 @@ from fullspan.train.losses import (
     WeightedTokens,
     document_sums,
 )
-from fullspan.train.optim import OptimConfig
+from fullspan.train.schedule import OptimConfig
 from fullspan.train.session import LossFunction, Session
 from tests.support.packs import packed, random_documents
 from tests.support.ranks import run_ranks

@@ -8,11 +8,14 @@ import torch
 from fullspan.checkpoint.load import load_model
 from fullspan.data.packing import Pack
 from fullspan.errors import ConfigError
-from fullspan.lora.inject import LoraConfig, expert_parameters, inject, trainable_parameters
-from fullspan.ops.backend import OpOptions, resolve
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import expert_parameters, inject, trainable_parameters
+from fullspan.ops.backend import resolve
+from fullspan.ops.options import OpOptions
 from fullspan.parallel.collectives import gather_rows
-from fullspan.parallel.mesh import Mesh, ParallelConfig
-from fullspan.train.optim import OptimConfig
+from fullspan.parallel.config import ParallelConfig
+from fullspan.parallel.mesh import Mesh
+from fullspan.train.schedule import OptimConfig
 from fullspan.train.session import Session
 from tests.support.ranks import run_ranks
 from tests.support.tiny import EVERY_TARGET, random_pack, relative

@@ -11,7 +11,7 @@ import torch
 from fullspan.errors import LayoutError, TrainingError
 from fullspan.lora.inject import trainable_parameters
 from fullspan.train.loop import train_on
-from fullspan.train.optim import OptimConfig
+from fullspan.train.schedule import OptimConfig
 from fullspan.train.session import Session
 from tests.support.packs import packed, random_documents
 from tests.support.ranks import run_ranks

@@ -12,16 +12,18 @@ import torch
 
 from fullspan.checkpoint.load import load_model
 from fullspan.data.packing import Pack
-from fullspan.lora.inject import LoraConfig, inject, trainable_parameters
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import inject, trainable_parameters
 from fullspan.models.common.moe import Router
 from fullspan.models.dsa import model as model_module
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.options import OpOptions
 from fullspan.ops.packed import PackedLayout
-from fullspan.parallel.mesh import Mesh, ParallelConfig
+from fullspan.parallel.config import ParallelConfig
+from fullspan.parallel.mesh import Mesh
 from fullspan.parallel.sequence import Partition
 from fullspan.parallel.shard import ShardedWeights
-from fullspan.train.optim import OptimConfig
+from fullspan.train.schedule import OptimConfig
 from fullspan.train.session import Session
 from tests.support.budget import layer_budget
 from tests.support.ranks import run_ranks

@@ -7,7 +7,8 @@ import torch
 
 from fullspan.errors import BackendError, ConfigError
 from fullspan.ops import backend
-from fullspan.ops.backend import OpOptions, resolve
+from fullspan.ops.backend import resolve
+from fullspan.ops.options import OpOptions
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fullspan.errors import ConfigError
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.index_topk import op, reference
 from fullspan.ops.index_topk.op import index_topk
+from fullspan.ops.options import OpOptions
 from tests.ops.support import allocations, nbytes, ranges
 
 OPTIONS = OpOptions()

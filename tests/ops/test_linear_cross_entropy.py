@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fullspan.errors import ConfigError
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.linear_cross_entropy import op, reference
 from fullspan.ops.linear_cross_entropy.op import IGNORE, linear_cross_entropy
+from fullspan.ops.options import OpOptions
 from tests.ops.support import allocations, nbytes
 
 OPTIONS = OpOptions()

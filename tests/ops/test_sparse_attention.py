@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fullspan.errors import ConfigError
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import op, reference
 from fullspan.ops.sparse_attention.op import (

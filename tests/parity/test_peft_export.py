@@ -15,7 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fullspan.cli.main import main
-from fullspan.lora.inject import LoraConfig, adapted_modules, inject, trainable_parameters
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import adapted_modules, inject, trainable_parameters
 from fullspan.lora.layers import LoRAGroupedLinear
 from fullspan.lora.state import adapter_state, from_peft, to_peft
 from fullspan.models.dsa.model import DsaForCausalLM
@@ -23,7 +24,7 @@ from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.context import SequenceContext
 from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.sequence import Partition
-from fullspan.train.optim import OptimConfig
+from fullspan.train.schedule import OptimConfig
 from fullspan.train.session import Session
 from tests.support.tiny import EVERY_TARGET, FAMILIES, relative, tiny_model
 

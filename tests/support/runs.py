@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fullspan.parallel.mesh import Mesh, ParallelConfig
+from fullspan.parallel.config import ParallelConfig
+from fullspan.parallel.mesh import Mesh
 from fullspan.settings import build
 from fullspan.train.config import RunConfig
 

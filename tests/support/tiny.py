@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 from fullspan.checkpoint.load import load_model
-from fullspan.lora.inject import LoraConfig, inject, trainable_parameters
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import inject, trainable_parameters
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions, resolve
+from fullspan.ops.backend import resolve
 from fullspan.ops.linear_cross_entropy.op import IGNORE
+from fullspan.ops.options import OpOptions
 from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.context import SequenceContext
 from fullspan.parallel.expert import ExpertParallel

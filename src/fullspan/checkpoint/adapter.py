@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fullspan.checkpoint.load import meta_model
 from fullspan.errors import CheckpointError
-from fullspan.lora.inject import LoraConfig, adapted_modules, inject, trainable_parameters
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import adapted_modules, inject, trainable_parameters
 from fullspan.lora.state import load_adapter_state, to_peft
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.options import OpOptions
 from fullspan.shapes import Tensor
 
 ADAPTER_PREFIX = "adapter."  # of adapter tensors in a training checkpoint (train/session.py)

@@ -24,7 +24,8 @@ from fullspan.models.common.linear import GroupedLinear
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions, resolve
+from fullspan.ops.backend import resolve
+from fullspan.ops.options import OpOptions
 from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.mesh import Mesh
 from fullspan.parallel.shard import FlatUnit, ShardedWeights

@@ -32,7 +32,8 @@ from fullspan.checkpoint.safetensors_io import (
     write_checkpoint,
 )
 from fullspan.errors import CheckpointError
-from fullspan.lora.inject import LoraConfig, adapted_modules
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import adapted_modules
 from fullspan.lora.layers import LoRAModule
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig

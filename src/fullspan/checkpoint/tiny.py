@@ -25,8 +25,8 @@ from fullspan.data.tiny_tokenizer import TokenizerIds, write_tokenizer
 from fullspan.errors import CheckpointError
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.fp8.op import quantise_blocks
+from fullspan.ops.options import OpOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fullspan.errors import CheckpointError, ConfigError
-from fullspan.lora.inject import LoraConfig, adapted_modules, inject
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import adapted_modules, inject
 from fullspan.lora.layers import LoRAGroupedLinear, LoRAModule
 from fullspan.lora.per_expert import split_adapters
 from fullspan.models.common.linear import GroupedLinear, Linear

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.index_topk.op import index_topk
+from fullspan.ops.options import OpOptions
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention.op import (

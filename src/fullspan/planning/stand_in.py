@@ -22,8 +22,8 @@ from fullspan.data.packing import IGNORE, Pack
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.fp8.op import E4M3
+from fullspan.ops.options import OpOptions
 from fullspan.parallel.loopback import Others
 from fullspan.parallel.mesh import Mesh
 from fullspan.parallel.shard import FlatUnit

@@ -14,7 +14,7 @@ from fullspan.data.inspect import report_lines, sample_text
 from fullspan.data.loader import PackLoader
 from fullspan.data.packing import IGNORE, Document, Pack
 from fullspan.data.report import PackingReport
-from fullspan.lora.inject import LoraConfig
+from fullspan.lora.config import LoraConfig
 from fullspan.models.common.frozen import FrozenProjection
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.parallel.mesh import Mesh

@@ -40,7 +40,8 @@ from fullspan.parallel.expert import ExpertParallel
 from fullspan.parallel.mesh import Mesh
 from fullspan.parallel.sequence import Partition
 from fullspan.shapes import Float, Int64, Tensor
-from fullspan.train.optim import AdapterOptimizer, OptimConfig
+from fullspan.train.optim import AdapterOptimizer
+from fullspan.train.schedule import OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

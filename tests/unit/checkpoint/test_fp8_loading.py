@@ -15,8 +15,8 @@ from fullspan.checkpoint.tiny import FP8_BLOCK, init_tiny
 from fullspan.cli.main import main
 from fullspan.errors import CheckpointError
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.fp8.op import scale_shape
+from fullspan.ops.options import OpOptions
 from tests.support.fp8 import write_twins
 from tests.support.tiny import FAMILIES
 from tests.unit.checkpoint.conftest import all_tensors, edit

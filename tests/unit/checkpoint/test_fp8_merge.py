@@ -21,11 +21,12 @@ from fullspan.checkpoint.safetensors_io import CheckpointFolder
 from fullspan.checkpoint.tiny import FP8_BLOCK, init_tiny
 from fullspan.cli.main import main
 from fullspan.errors import CheckpointError
-from fullspan.lora.inject import LoraConfig, adapted_modules, inject, trainable_parameters
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import adapted_modules, inject, trainable_parameters
 from fullspan.lora.state import from_peft
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.fp8.op import dequantise_blocks
+from fullspan.ops.options import OpOptions
 from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.context import SequenceContext
 from fullspan.parallel.expert import ExpertParallel

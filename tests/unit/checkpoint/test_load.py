@@ -14,7 +14,7 @@ from fullspan.errors import CheckpointError
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.options import OpOptions
 from tests.support.ranks import run_ranks
 from tests.support.tiny import FAMILIES
 from tests.unit.checkpoint.conftest import all_tensors, edit, peak_bytes, shards

@@ -13,7 +13,7 @@ from fullspan.checkpoint.tiny import init_tiny
 from fullspan.errors import CheckpointError
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.options import OpOptions
 from tests.support.tiny import FAMILIES
 from tests.unit.checkpoint.conftest import all_tensors
 

@@ -5,7 +5,7 @@ import torch
 
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.options import OpOptions
 
 FIELDS = {
     "model_type": "glm_moe_dsa",

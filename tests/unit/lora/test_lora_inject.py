@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fullspan.errors import ConfigError
-from fullspan.lora.inject import LoraConfig, adapted_modules, inject, trainable_parameters
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import adapted_modules, inject, trainable_parameters
 from fullspan.lora.layers import LoRAGroupedLinear, LoRAKVUpProjection, LoRALinear
 
 

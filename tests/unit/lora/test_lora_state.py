@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullspan.errors import CheckpointError
-from fullspan.lora.inject import LoraConfig, adapted_modules, inject, trainable_parameters
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import adapted_modules, inject, trainable_parameters
 from fullspan.lora.state import adapter_state, from_peft, load_adapter_state, to_peft
 from tests.support.tiny import EVERY_TARGET
 

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from fullspan.checkpoint.load import load_model
-from fullspan.lora.inject import LoraConfig, inject, trainable_parameters
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import inject, trainable_parameters
 from fullspan.lora.layers import LoRAGroupedLinear, LoRAKVUpProjection, LoRALinear
 from fullspan.models.common.frozen import BlockLayout, FrozenProjection, FrozenWeight
 from fullspan.models.common.linear import GroupedLinear, Linear, _fused_mm
 from fullspan.models.dsa.attention import KVUpProjection
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.fp8.op import dequantise_blocks, quantise_blocks
+from fullspan.ops.options import OpOptions
 from tests.support.fp8 import write_twins
 from tests.support.memory import kept_bytes, peak_bytes
 from tests.support.tiny import EVERY_TARGET, gradients, local_loss, random_pack

@@ -9,7 +9,7 @@ import torch
 from fullspan.models.common.linear import GroupedLinear
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DecoderLayer
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.options import OpOptions
 from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.balance import Trade
 from fullspan.parallel.sequence import Partition

@@ -6,7 +6,7 @@ import torch
 from fullspan.errors import ConfigError
 from fullspan.ops.packed import PackedLayout
 from fullspan.parallel.balance import IndexerBalance, Trade
-from fullspan.parallel.mesh import ParallelConfig
+from fullspan.parallel.config import ParallelConfig
 from fullspan.parallel.sequence import Partition
 
 PACKS = {

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from fullspan.checkpoint.load import load_model
-from fullspan.lora.inject import LoraConfig, inject, trainable_parameters
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import inject, trainable_parameters
 from fullspan.models.dsa.attention import Angles
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions, resolve
+from fullspan.ops.backend import resolve
+from fullspan.ops.options import OpOptions
 from fullspan.ops.rope.op import inverse_frequencies, rope_angles
 from fullspan.ops.selection import Selection
 from fullspan.parallel.context import SequenceContext

@@ -10,16 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from fullspan.checkpoint.load import load_model, meta_model
 from fullspan.checkpoint.tiny import init_tiny
 from fullspan.errors import ConfigError
-from fullspan.lora.inject import (
-    LoraConfig,
-    adapted_modules,
-    expert_parameters,
-    inject,
-    trainable_parameters,
-)
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import adapted_modules, expert_parameters, inject, trainable_parameters
 from fullspan.models.common.frozen import BlockLayout
 from fullspan.models.dsa.attention import Angles
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.options import OpOptions
 from fullspan.ops.rope.op import inverse_frequencies, rope_angles
 from fullspan.parallel.context import SequenceContext
 from fullspan.parallel.expert import ExpertParallel

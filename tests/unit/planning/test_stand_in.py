@@ -9,7 +9,8 @@ import torch
 from fullspan.checkpoint.load import load_model
 from fullspan.checkpoint.tiny import init_tiny
 from fullspan.models.dsa.model import DsaForCausalLM
-from fullspan.ops.backend import OpOptions, resolve
+from fullspan.ops.backend import resolve
+from fullspan.ops.options import OpOptions
 from fullspan.parallel.config import ParallelConfig
 from fullspan.parallel.loopback import loopback_mesh
 from fullspan.parallel.shard import ShardedWeights

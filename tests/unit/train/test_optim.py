@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fullspan.errors import CheckpointError, ConfigError
-from fullspan.train.optim import AdapterOptimizer, OptimConfig, learning_rate
+from fullspan.train.optim import AdapterOptimizer, learning_rate
+from fullspan.train.schedule import OptimConfig
 
 
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:

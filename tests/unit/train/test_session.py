@@ -8,7 +8,7 @@ import torch
 from fullspan.data.packing import IGNORE
 from fullspan.errors import ConfigError, DataError, LayoutError, TrainingError
 from fullspan.lora.inject import trainable_parameters
-from fullspan.train.optim import OptimConfig
+from fullspan.train.schedule import OptimConfig
 from fullspan.train.session import Session
 from tests.support.packs import packed, random_documents
 from tests.support.tiny import relative, tiny_model

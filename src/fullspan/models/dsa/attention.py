@@ -23,7 +23,7 @@ from fullspan.models.common.frozen import FrozenProjection, LinearMap, frozen_pr
 from fullspan.models.common.linear import Linear
 from fullspan.models.common.norm import LayerNorm, RMSNorm
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.ops.backend import OpOptions
+from fullspan.ops.options import OpOptions
 from fullspan.ops.rope.op import apply_rope
 from fullspan.ops.selection import Selection
 from fullspan.parallel.context import SequenceContext

@@ -18,8 +18,8 @@ from fullspan.models.common.recompute import run_recomputed
 from fullspan.models.common.weights import ResidentWeights, WeightStore
 from fullspan.models.dsa.attention import Angles, SparseLatentAttention
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.linear_cross_entropy.op import linear_cross_entropy
+from fullspan.ops.options import OpOptions
 from fullspan.ops.rope.op import inverse_frequencies, rope_angles
 from fullspan.ops.selection import Selection
 from fullspan.parallel.context import SequenceContext

@@ -7,8 +7,9 @@ differentiable, as the indexer is frozen.
 
 import torch
 
-from fullspan.ops.backend import OpOptions, on_first_call, resolve
+from fullspan.ops.backend import on_first_call, resolve
 from fullspan.ops.index_topk import reference
+from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.shapes import Float, Float32, Int64, Tensor
 

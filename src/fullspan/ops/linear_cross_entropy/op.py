@@ -8,8 +8,8 @@ is the caller's.
 import torch
 
 from fullspan.errors import ConfigError
-from fullspan.ops.backend import OpOptions
 from fullspan.ops.linear_cross_entropy import reference
+from fullspan.ops.options import OpOptions
 from fullspan.shapes import Float, Int64, Tensor
 
 IGNORE = -100

@@ -7,7 +7,8 @@ denominator. Causality is the selection's matter and is not checked here.
 
 import torch
 
-from fullspan.ops.backend import OpOptions, on_first_call, resolve
+from fullspan.ops.backend import on_first_call, resolve
+from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import reference
 from fullspan.shapes import Float, Tensor
