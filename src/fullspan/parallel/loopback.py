@@ -94,9 +94,15 @@ class Others:
 
 
 class _Done(dist.Work):
-    """Work that was finished when it began."""
+    """Work that was finished when it began. Like that of a transport it holds its tensors until it
+    is waited for."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__()
+        self._tensors = tensors
 
     def wait(self, timeout: Any = None) -> bool:
+        self._tensors = ()
         return True
 
 
@@ -134,20 +140,20 @@ class LoopbackGroup(dist.ProcessGroup):
             self._others.weights(gathered, own, self.rank())
         else:
             self._make_rows(gathered.view(self.size(), *own.shape), own)
-        return self._end()
+        return self._end(gathered, own)
 
     @torch.no_grad()
     def _scatter(self, out: Tensor, full: Tensor, options: Any = None) -> dist.Work:
         self._begin([out.nbytes] * self.size())
         out.copy_(full.view(self.size(), *out.shape)[self.rank()])
-        return self._end()
+        return self._end(out, full)
 
     @torch.no_grad()
     def _reduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
         # A ring passes every part on twice.
         share = 2 * sum(tensor.nbytes for tensor in tensors) // self.size()
         self._begin([share] * self.size())
-        return self._end()
+        return self._end(*tensors)
 
     @torch.no_grad()
     def _exchange(
@@ -163,7 +169,7 @@ class LoopbackGroup(dist.ProcessGroup):
             self._others.index_rows(out)
         else:
             _repeat(out, rows)
-        return self._end()
+        return self._end(out, rows)
 
     # What PyTorch calls, with arguments by place: the first names from 2.12 on, the others before.
     # Its stubs name the arguments, and each of them otherwise.
@@ -209,9 +215,9 @@ class LoopbackGroup(dist.ProcessGroup):
             Transfer(what=self._watch.newest.what, near=near, far=far, ranks=self.size())
         )
 
-    def _end(self) -> dist.Work:
+    def _end(self, *tensors: Tensor) -> dist.Work:
         self._traffic.end()
-        return _Done()
+        return _Done(*tensors)
 
 
 def loopback_mesh(

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+# Operators whose FLOPs are counted.
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
@@ -73,6 +76,5 @@ def _on_cpu(computation: Callable[[], object]) -> Usage:
     for _, change in sorted(changes, key=lambda pair: pair[0]):
         live += change
         peak = max(peak, live)
-    products = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-    flops = sum(event.flops() for event in events if event.name() in products)
+    flops = sum(event.flops() for event in events if event.name() in PRODUCTS)
     return Usage(peak=peak, kept=live, flops=flops)
