@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from fullspan.planning import report
     from fullspan.planning.case import Assumptions, Case
     from fullspan.planning.fit import Plan, search
-    from fullspan.planning.hardware import gpu, with_measurements
+    from fullspan.planning.hardware import gpu
     from fullspan.train.config import load_run_config
 
     short = {f"parallel.{name}": getattr(args, name) for name in _SHORT}
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         assumed=assumed,
     )
     rows = None if args.rates == "none" else Path(args.rates)
-    known = with_measurements(gpu(args.gpu), rows, keys=case.pack)
+    known = case.measured(gpu(args.gpu), rows)
     if args.gpus is None:
         plan = Plan.of(case, known)
         print(report.plan_text(plan))

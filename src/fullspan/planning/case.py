@@ -11,7 +11,7 @@ from typing import Any
 
 from fullspan.errors import ConfigError
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.planning.hardware import Links
+from fullspan.planning.hardware import Gpu, Links, with_measurements
 from fullspan.planning.model_cost import Adapter, WeightFormat, Work, adapters
 from fullspan.train.config import RunConfig
 
@@ -152,6 +152,22 @@ class Case:
     def adapters(self) -> tuple[Adapter, ...]:
         """Every adapter of the run."""
         return adapters(self.model, self.run.lora)
+
+    def measured(self, gpu: Gpu, folder: Path | None) -> Gpu:
+        """`gpu` with the rates that rows in `folder` give for this run, see with_measurements."""
+        model = self.model
+        return with_measurements(
+            gpu,
+            folder,
+            keys=self.pack,
+            workspace=self.run.ops.workspace_bytes,
+            attention={
+                "heads": model.num_attention_heads,
+                "qk": model.kv_lora_rank + model.qk_rope_head_dim,
+                "topk": model.index_topk,
+            },
+            indexer={"heads": model.index_n_heads, "topk": model.index_topk},
+        )
 
     @cached_property
     def work(self) -> Work:

@@ -88,18 +88,27 @@ def gpu(name: str) -> Gpu:
 # op of a row of benchmarks/results -> the rate that it replaces
 _ROWS = {
     "forward": "attention forward",
-    "backward_planned": "attention backward",
-    "plan": "attention plan",
+    "backward": "attention backward",  # its plan included
     "index_topk": "indexer",
 }
 _BACKENDS = ("hopper", "triton")
 
 
-def with_measurements(known: Gpu, folder: Path | None, *, keys: int) -> Gpu:
+def with_measurements(
+    known: Gpu,
+    folder: Path | None,
+    *,
+    keys: int,
+    workspace: int,
+    attention: Mapping[str, int],
+    indexer: Mapping[str, int],
+) -> Gpu:
     """`known` with the rates that rows in `folder`/*.jsonl give for it, as they are present.
 
-    Of the rows of an op on this GPU: those of the best backend, of them those whose number of keys
-    is nearest to `keys`, and of these the median rate. No folder or no row changes nothing.
+    Of the rows of an op on this GPU at the model's widths (`attention`, `indexer`: by their names
+    in a row): those of the best backend, of them those whose number of keys is nearest to `keys`
+    and whose workspace is nearest to `workspace` bytes, and of these the median rate. No folder or
+    no such row changes nothing.
 
     Raises:
         ConfigError: a file holds a line that is no row.
@@ -107,21 +116,30 @@ def with_measurements(known: Gpu, folder: Path | None, *, keys: int) -> Gpu:
     rows = [row for row in _read(folder) if known.name in str(row.get("gpu", "")).lower()]
     rates = dict(known.rates)
     for op, part in _ROWS.items():
-        found = [row for row in rows if row.get("op") == op and row.get("ms")]
+        widths = {"op": op, **(indexer if op == "index_topk" else attention)}
+        found = [
+            row
+            for row in rows
+            if row.get("ms")
+            and {"keys", "workspace_gib"} <= row.keys()
+            and all(row.get(name) == value for name, value in widths.items())
+        ]
         backend = next((b for b in _BACKENDS if any(r.get("backend") == b for r in found)), None)
-        found = [row for row in found if row.get("backend") == backend and "keys" in row]
+        found = [row for row in found if row.get("backend") == backend]
         if not found:
             continue
-        nearest = min((abs(row["keys"] - keys), row["keys"]) for row in found)[1]
-        values = [_rate(row, op) for row in found if row["keys"] == nearest]
-        source = f"{folder}, median of {len(values)} rows: {backend}, {nearest:,} keys"
-        rates[part] = Rate(median(values), source)
+
+        def distance(row: Mapping[str, Any]) -> tuple[float, float]:
+            return abs(row["keys"] - keys), abs(row["workspace_gib"] * GIB - workspace)
+
+        nearest = min(found, key=distance)
+        alike = [row for row in found if distance(row) == distance(nearest)]
+        value = median(row["flops"] / row["ms"] * 1e3 for row in alike)
+        rows_of = f"{len(alike)} row{'s' if len(alike) > 1 else ''} of {folder}"
+        rates[part] = Rate(value, f"{rows_of}, median: {backend}, {nearest['keys']:,} keys")
+        if op == "backward":
+            rates.pop("attention plan")
     return replace(known, rates=rates)
-
-
-def _rate(row: Mapping[str, Any], op: str) -> float:
-    """FLOPs a second; rows a second of a plan, which has none."""
-    return (row["rows"] if op == "plan" else row["flops"]) / row["ms"] * 1e3
 
 
 def _read(folder: Path | None) -> list[dict[str, Any]]:

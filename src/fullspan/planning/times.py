@@ -140,7 +140,7 @@ def _compute(case: Case, gpu: Gpu, traffic: Traffic, counted: Flops, phase: str)
         "dequantise": dequantised_bytes(case) / rates["dequantise"],
         "elementwise": elementwise_bytes(case, phase) / rates["copy"],
     }
-    if phase == "backward":
+    if phase == "backward" and "attention plan" in rates:
         plans = case.rows * case.model.num_hidden_layers
         found["attention"] += plans / rates["attention plan"]
     if phase == "forward":

@@ -6,7 +6,7 @@ import pytest
 
 from fullspan.errors import ConfigError
 from fullspan.planning.fit import Plan
-from fullspan.planning.hardware import Links, gpu, with_measurements
+from fullspan.planning.hardware import Links, gpu
 from fullspan.planning.times import Times, link_seconds
 from fullspan.planning.wire import EXCHANGE, GATHER, REDUCE, SCATTER, Traffic, Transfer
 from tests.unit.planning.conftest import glm_case, tiny_case
@@ -93,38 +93,42 @@ def test_without_recompute_there_is_no_such_pass(glm):
 def row(op: str, **changes) -> str:
     values = {
         "op": op, "backend": "hopper", "rows": 4096, "keys": 131_072, "ms": 2.0, "flops": 1e12,
+        "heads": 32 if op == "index_topk" else 64, "qk": 576, "topk": 2048, "workspace_gib": 1,
         "gpu": "NVIDIA H200",
     }  # fmt: skip
     return json.dumps(values | changes) + "\n"
 
 
 def test_measured_rows_replace_stated_rates(tmp_path):
-    """The best backend, the nearest number of keys, the median."""
+    """At the model's widths: the best backend, the nearest keys and workspace, the median."""
     (tmp_path / "h200.jsonl").write_text(
         row("forward") + row("forward", ms=4.0) + row("forward", ms=8.0)
         + row("forward", ms=0.1, keys=16_384) + row("forward", ms=0.1, backend="triton")
-        + row("forward", ms=0.1, gpu="NVIDIA A100") + row("plan", flops=0.0, ms=8.0)
-        + row("backward", ms=0.1) + row("index_topk", backend="triton", ms=5.0)
+        + row("forward", ms=0.1, workspace_gib=4) + row("forward", ms=0.1, heads=128)
+        + row("forward", ms=0.1, qk=512) + row("forward", ms=0.1, gpu="NVIDIA A100")
+        + row("backward_planned", ms=0.1) + row("backward", ms=2.5)
+        + row("index_topk", backend="triton", ms=5.0)
     )  # fmt: skip
-    known = with_measurements(gpu("h200"), tmp_path, keys=120_000)
+    known = glm_case().measured(gpu("h200"), tmp_path)
     assert known.rates["attention forward"].value == pytest.approx(1e12 / 4e-3)
-    assert "3 rows: hopper" in known.rates["attention forward"].source
-    assert known.rates["attention plan"].value == pytest.approx(4096 / 8e-3)
+    assert "3 rows of" in known.rates["attention forward"].source
+    assert known.rates["attention backward"].value == pytest.approx(1e12 / 2.5e-3)
+    assert "attention plan" not in known.rates, "it is in the backward's rows"
     assert known.rates["indexer"].value == pytest.approx(1e12 / 5e-3)
     stated = gpu("h200").rates
-    for part in ("attention backward", "experts", "copy"):
+    for part in ("head", "experts", "copy"):
         assert known.rates[part] == stated[part]
 
 
 def test_no_rows_change_nothing(tmp_path):
     for folder in (None, tmp_path, tmp_path / "missing"):
-        assert with_measurements(gpu("h200"), folder, keys=1).rates == gpu("h200").rates
+        assert glm_case().measured(gpu("h200"), folder).rates == gpu("h200").rates
 
 
 def test_what_is_no_row_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text(row("forward") + "[1]\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 2"):
-        with_measurements(gpu("h200"), tmp_path, keys=1)
+        glm_case().measured(gpu("h200"), tmp_path)
 
 
 def test_other_gpus_are_scaled_and_say_so():
