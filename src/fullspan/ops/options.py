@@ -21,7 +21,8 @@ class OpOptions:
     index_topk, sparse_attention: name of a backend, or "auto" for the first that can run.
     workspace_bytes: bound on the temporaries of index_topk, and on those of sparse_attention.
     loss_chunk_rows: rows whose logits over the vocabulary exist at once.
-    deterministic: the same bits on every run. The reference gives them either way.
+    deterministic: whether `fullspan parity` compares two runs bit by bit. Every backend gives the
+        same bits on every run, whatever is set here.
     """
 
     index_topk: str = "auto"
