@@ -21,6 +21,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may do
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,14 @@
-"""Runs Triton kernels on a CPU: import this module before any kernel module. Skips the importing
-tests without Triton.
+"""Runs Triton kernels on a CPU, where tests/conftest.py has asked for Triton's interpreter. Skips the
+importing tests without Triton.
 
 On a machine with an NVIDIA GPU nothing changes: kernels are compiled there.
 """
-
-import os
 
 import pytest
 import torch
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRETED else "cuda"
-
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.importorskip("triton")
 
