@@ -1,4 +1,4 @@
-"""Runs Triton kernels on a CPU, where tests/conftest.py has asked for Triton's interpreter. Skips the
+"""Runs Triton kernels on a CPU, where tests/conftest.py has asked for its interpreter. Skips the
 importing tests without Triton.
 
 On a machine with an NVIDIA GPU nothing changes: kernels are compiled there.
