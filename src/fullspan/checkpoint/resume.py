@@ -42,7 +42,6 @@ from fullspan.errors import CheckpointError
 
 FOLDER = "checkpoints"
 
-Group = dist.ProcessGroup | None
 T = TypeVar("T")
 
 
@@ -54,7 +53,7 @@ def save_checkpoint(
     loader: Mapping[str, Any],
     fingerprint: Mapping[str, Any],
     keep_last: int,
-    group: Group,
+    group: dist.ProcessGroup | None,
 ) -> Path:
     """Writes `folder`/step-<step>, deletes all but the newest `keep_last`, returns its path.
 
@@ -90,7 +89,7 @@ def save_checkpoint(
 
 
 def find_checkpoint(
-    config: CheckpointConfig, output_dir: Path, group: Group
+    config: CheckpointConfig, output_dir: Path, group: dist.ProcessGroup | None
 ) -> tuple[Path | None, list[str]]:
     """The checkpoint that a run starts from, if any, and remarks on incomplete ones passed over.
 
@@ -139,7 +138,9 @@ def check_fingerprint(path: Path, header: Header, fingerprint: Mapping[str, Any]
         )
 
 
-def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+def load_checkpoint(
+    path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
     """Reads what `save_checkpoint` got and restores this rank's random states.
 
     `tensors` say which names, shapes and devices are wanted and are not written to. The random
@@ -185,7 +186,9 @@ class _Writer(FileSystemWriter):
             raise
 
 
-def _write(folder: Path, tensors: Mapping[str, Tensor], group: Group) -> set[str]:
+def _write(
+    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> set[str]:
     """Saves and syncs; returns the names of the files that all ranks wrote."""
     with _quiet():
         metadata = state_dict_saver.save(
@@ -255,11 +258,11 @@ def _check_fit(
             )
 
 
-def _rank(group: Group) -> int:
+def _rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def _on_first_rank(action: Callable[[], T], group: Group) -> T:
+def _on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Runs `action` on the first rank; its result, or its error, is that of every rank."""
     outcome: list[Any] = [None, None]
     if _rank(group) == 0:

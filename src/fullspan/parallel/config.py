@@ -54,7 +54,7 @@ class ParallelConfig:
                 f"{world_size} rank{'s' if world_size > 1 else ''}: set parallel.cp (0 takes all "
                 "ranks of a replica), parallel.dp or --nproc-per-node"
             )
-        if world_size % self.ep or (cp % self.ep and self.ep % cp):
+        if not ep_fits(self.ep, cp=cp, world_size=world_size):
             raise ConfigError(
                 f"parallel.ep is {self.ep}: it must divide the {world_size} ranks, and divide "
                 f"parallel.cp ({cp}) or be a multiple of it"
@@ -64,6 +64,11 @@ class ParallelConfig:
     def pack_multiple(self, world_size: int) -> int:
         """What the length of a pack must be a multiple of."""
         return self.resolve_cp(world_size) * PARTITIONS[self.partition]
+
+
+def ep_fits(ep: int, *, cp: int, world_size: int) -> bool:
+    """Whether blocks of `ep` ranks share the world, each a part of one sequence or some whole ones."""
+    return world_size % ep == 0 and (cp % ep == 0 or ep % cp == 0)
 
 
 def check_choice(choice: str) -> None:

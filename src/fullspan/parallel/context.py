@@ -122,11 +122,12 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local: Tensor, group: Group):
         ctx.group = group
-        return sum_over_ranks(local, group)
+        return sum_over_ranks(local, group, "the documents' sums")
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        return sum_over_ranks(grad_outputs[0].contiguous(), ctx.group), None
+        gradient = grad_outputs[0].contiguous()
+        return sum_over_ranks(gradient, ctx.group, "gradients of the documents' sums"), None
 
 
 @dataclass(frozen=True)

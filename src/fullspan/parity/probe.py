@@ -231,7 +231,9 @@ class _Recorder:
         split = expert_parameters(self.session.model) if mesh.ep.size > 1 else frozenset()
         found: dict[str, Tensor] = {}
         for name, gradient in self.session.gradients().items():
-            whole = gather_rows(gradient, mesh.ep.group) if name in split else gradient
+            whole = gradient
+            if name in split:
+                whole = gather_rows(gradient, mesh.ep.group, "the experts' gradients")
             if mesh.is_main:
                 found[name] = whole.detach().to("cpu", copy=True)
         return found

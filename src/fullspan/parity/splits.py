@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from fullspan.errors import ConfigError
+from fullspan.parallel.config import ep_fits
 from fullspan.train.config import RunConfig
 
 
@@ -51,8 +52,7 @@ def every_split(
             raise ConfigError(f"--{name}: got {list(sizes)}: sizes must be at least 1")
     splits: dict[Split, None] = {}
     for mode, replicas, sequence, experts in product(partition, dp, cp, ep):
-        world = replicas * sequence
-        if world % experts or (sequence % experts and experts % sequence):
+        if not ep_fits(experts, cp=sequence, world_size=replicas * sequence):
             continue
         mode = mode if sequence > 1 else partition[0]
         splits.setdefault(Split(dp=replicas, cp=sequence, ep=experts, partition=mode))
