@@ -67,7 +67,7 @@ class ParallelConfig:
 
 
 def ep_fits(ep: int, *, cp: int, world_size: int) -> bool:
-    """Whether blocks of `ep` ranks share the world, each a part of one sequence or some whole ones."""
+    """Whether blocks of `ep` ranks fill the world, each a part of a sequence or some whole ones."""
     return world_size % ep == 0 and (cp % ep == 0 or ep % cp == 0)
 
 
