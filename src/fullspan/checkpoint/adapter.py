@@ -25,7 +25,7 @@ from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.options import OpOptions
 from fullspan.shapes import Tensor
 
-ADAPTER_PREFIX = "adapter."  # of adapter tensors in a training checkpoint (train/session.py)
+ADAPTER_PREFIX = "adapter."  # of adapter tensors in a training checkpoint, before their names
 
 
 @dataclass(frozen=True, kw_only=True)

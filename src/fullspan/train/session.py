@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fullspan.checkpoint.adapter import ADAPTER_PREFIX
 from fullspan.checkpoint.folders import Header, read_header
 from fullspan.checkpoint.resume import load_checkpoint, save_checkpoint
 from fullspan.data.packing import Pack, untrained
@@ -317,13 +318,13 @@ class Session:
         moments = {n.removeprefix("optim."): t for n, t in tensors.items() if n[:6] == "optim."}
         with torch.no_grad():
             for name, parameter in self.adapters.items():
-                parameter.copy_(tensors[f"adapter.{name}"])
+                parameter.copy_(tensors[ADAPTER_PREFIX + name])
         self.optimizer.load_state_tensors(moments, header.step)
         self.zero_grad()
         return header
 
     def _state_tensors(self) -> dict[str, Tensor]:
-        adapters = {f"adapter.{name}": p.detach() for name, p in self.adapters.items()}
+        adapters = {ADAPTER_PREFIX + name: p.detach() for name, p in self.adapters.items()}
         moments = self.optimizer.state_tensors()
         state = adapters | {f"optim.{name}": tensor for name, tensor in moments.items()}
         return {name: self._global(name, tensor) for name, tensor in state.items()}
