@@ -10,7 +10,7 @@ import torch
 from fullspan import __version__
 from fullspan.parallel.loopback import Transfer
 from fullspan.planning import wire
-from fullspan.planning.hardware import GIB, Links, gpu, with_measurements
+from fullspan.planning.hardware import GIB, Links, gpu
 from fullspan.planning.memory import Memory
 from fullspan.planning.phases import PARTS, PASSES
 from fullspan.planning.rehearse import Rehearsal
@@ -121,7 +121,7 @@ def planned_seconds(found: Rehearsal) -> dict[str, dict[str, float]] | None:
     name = next((name for name in GPUS if name in found.device.lower()), None)
     if name is None:
         return None
-    known = with_measurements(gpu(name), RATES, keys=found.case.pack)
+    known = found.case.measured(gpu(name), RATES)
     times = Times.of(found.case, known, wire.Traffic(found.case))
     return {which: dict(parts) for which, parts in times.compute.items()}
 

@@ -1,0 +1,31 @@
+"""A rehearsal on a GPU that the plan knows is set beside the plan's bytes and seconds."""
+
+import json
+from pathlib import Path
+
+from fullspan.parallel.loopback import Transfer
+from fullspan.planning.case import Case
+from fullspan.planning.measure import Usage
+from fullspan.planning.rehearsal_report import rehearsal_json, rehearsal_text
+from fullspan.planning.rehearse import Rehearsal, even_lengths
+from fullspan.train.config import load_run_config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def test_it_is_set_beside_the_plan() -> None:
+    model = ["--model.path", str(CONFIGS / "models" / "glm-5.2")]
+    case = Case.load(load_run_config(CONFIGS / "glm52_131k_8xh200.toml", model), world=None)
+    found = Rehearsal(
+        case=case, rank=7, device="NVIDIA H200", ops=case.run.ops, random_weights=True,
+        usage=Usage(peak=20 << 30, kept=0, before=100 << 30, reserved=130 << 30),
+        resident={"frozen weights": 90 << 30}, gradients=1 << 30, kept=18 << 30,
+        seconds={("attention", "forward"): 3.0, ("loopback", "forward"): 1.0}, wall=4.0,
+        transfers=[Transfer(what="all_gather of the latent", near=3 * 10**9, far=0, ranks=8)],
+    )  # fmt: skip
+    text, row = rehearsal_text(found), json.loads(json.dumps(rehearsal_json(found)))
+    assert "the plan's peak allocated" in text and "the plan's work: " in text
+    assert row["peak_by_item"]["transient"] == 11 << 30
+    assert row["plan_seconds"]["forward"] and row["seconds_of_loopback"] == 1.0
+    assert row["wire"]["all_gather of the latent"] == {"bytes": 3 * 10**9, "seconds": 0.01}
+    assert even_lengths(case, 6)[-1] == 131_072
