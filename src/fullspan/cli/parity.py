@@ -10,9 +10,8 @@ from typing import Any
 EPILOG = """\
 Runs the first packs of the configuration at every mix of the given sizes, on ranks that it starts
 itself on this machine, with adapters whose every gradient is alive. The first mix is what the
-others are compared with: loss, logits of sampled rows, every gradient, the top-k set of every row
-and, with ops.deterministic, the bits of two runs. Exits with 0, or with 1 where a value is past its
-bound.
+others are compared with: loss, logits of sampled rows, every gradient and the top-k set of every
+row; and of each mix the bits of two runs. Exits with 0, or with 1 where a value is past its bound.
 
 Any setting of the file can be given on the command line, for example --model.dtype float32.
 """

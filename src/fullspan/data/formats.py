@@ -38,7 +38,7 @@ class Row:
         return RowError(self.file, self.line, error.where, error.reason)
 
 
-def find_files(path: str) -> list[Path]:
+def find_files(path: str, setting: str = "data.path") -> list[Path]:
     """The files that `path` (a file, a folder or a glob) names, sorted.
 
     Hidden ones are left out of folders and globs.
@@ -55,26 +55,26 @@ def find_files(path: str) -> list[Path]:
         found = [Path(name) for name in names if Path(name).is_file()]
         kind = "glob"
     else:
-        raise DataError(f"data.path: {path} does not exist; name a JSONL file, a folder or a glob")
+        raise DataError(f"{setting}: {path} does not exist; name a JSONL file, a folder or a glob")
     if not found:
-        raise DataError(f"data.path: the {kind} {path} holds no file")
+        raise DataError(f"{setting}: the {kind} {path} holds no file")
     return sorted(found)
 
 
-def read_rows(path: str, format: str, log: ReadLog) -> Iterator[Row]:
+def read_rows(path: str, format: str, log: ReadLog, *, setting: str = "data.path") -> Iterator[Row]:
     """Rows of every file that `path` names, in file and line order.
 
     `format` is one of config.FORMATS. With "auto", files ending in .jsonl, .ndjson or .json are
-    JSONL whose format the first row decides, others are plain files. Raises DataError, or RowError
-    for a bad row unless `log` allows it.
+    JSONL whose format the first row decides, others are plain files. `setting` is what messages
+    call the path. Raises DataError, or RowError for a bad row unless `log` allows it.
     """
-    files = find_files(path)
+    files = find_files(path, setting)
     if format == "auto":
         jsonl = [file for file in files if file.suffix.lower() in JSONL_SUFFIXES]
         if jsonl and len(jsonl) < len(files):
             other = next(file for file in files if file not in jsonl)
             raise DataError(
-                f"data.path: {path} mixes JSONL ({jsonl[0].name}) and plain files ({other.name}); "
+                f"{setting}: {path} mixes JSONL ({jsonl[0].name}) and plain files ({other.name}); "
                 "narrow the glob, or set data.format"
             )
         format = "auto" if jsonl else "files"
@@ -86,7 +86,7 @@ def read_rows(path: str, format: str, log: ReadLog) -> Iterator[Row]:
         except OSError as error:
             raise DataError(f"cannot read {file}: {error.strerror or error}") from error
     if log.rows == 0:
-        raise DataError(f"data.path: no rows in {path} (empty file, or blank lines only)")
+        raise DataError(f"{setting}: no rows in {path} (empty file, or blank lines only)")
 
 
 def _plain_file(file: Path, log: ReadLog) -> Iterator[Row]:
@@ -140,7 +140,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(_decode(line), parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        reason = f"not JSON: {error.msg} at column {error.colno}"
+        reason = f"not JSON: {error.msg} (column {error.colno})"
         if line.lstrip().startswith(b"["):
             reason += "; a JSON array is not JSONL, write one object a line"
         if not line.endswith(b"\n"):

@@ -12,11 +12,15 @@ from fullspan.data.packing import Document, Pack, pack_documents
 from fullspan.data.report import PackingReport, ReadLog, RowError, brief
 from fullspan.errors import DataError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder. Raises DataError when it is missing or damaged."""
     if not folder.is_dir():
         raise DataError(f"tokenizer: {folder} is not a folder; name one with tokenizer.json")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise DataError(f"tokenizer: {folder} has no {' and no '.join(TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers lets through whatever it stumbles over
@@ -29,12 +33,13 @@ def load_documents(
     tokenizer: PreTrainedTokenizerBase,
     *,
     vocab_size: int | None = None,
+    setting: str = "data.path",
 ) -> tuple[list[Document], ReadLog]:
     """Every sample of `path`, encoded, in file order, and what was met. See load_packs."""
     encoder = Encoder(tokenizer, vocab_size=vocab_size or len(tokenizer))
     log = ReadLog(max_bad_rows=config.max_bad_rows)
     documents: list[Document] = []
-    for row in read_rows(path, config.format, log):
+    for row in read_rows(path, config.format, log, setting=setting):
         try:
             documents.append(encoder.encode(row))
         except RowError as error:
@@ -48,18 +53,21 @@ def load_packs(
     tokenizer: PreTrainedTokenizerBase,
     *,
     vocab_size: int | None = None,
+    setting: str = "data.path",
 ) -> tuple[list[Pack], PackingReport]:
     """Packs of `path` (config.path or config.eval_path), and what became of every row.
 
-    vocab_size: the model's; None: the tokenizer's. Raises DataError with file, line and field.
+    vocab_size: the model's; None: the tokenizer's. setting: what messages call the path. Raises
+    DataError with file, line and field.
     """
-    documents, log = load_documents(path, config, tokenizer, vocab_size=vocab_size)
+    documents, log = load_documents(path, config, tokenizer, vocab_size=vocab_size, setting=setting)
     return pack_documents(
         documents,
         pack_length=config.pack_length,
         overlong=config.overlong,
         pad_token=pad_token(tokenizer),
         log=log,
+        source=f"{setting}: {path}",
     )
 
 

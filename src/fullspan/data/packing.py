@@ -106,7 +106,13 @@ class _Counts:
 
 
 def pack_documents(
-    documents: list[Document], *, pack_length: int, overlong: str, pad_token: int, log: ReadLog
+    documents: list[Document],
+    *,
+    pack_length: int,
+    overlong: str,
+    pad_token: int,
+    log: ReadLog,
+    source: str = "the documents",
 ) -> tuple[list[Pack], PackingReport]:
     """Packs in order of their first document.
 
@@ -124,7 +130,7 @@ def pack_documents(
     report.check()
     if not packs:
         raise DataError(
-            f"no token to train on: {report.rows} rows, {len(report.bad_rows)} bad, "
+            f"{source}: no token to train on: {report.rows} rows, {len(report.bad_rows)} bad, "
             f"{report.dropped} dropped as overlong, {report.untrained} without a trained token"
         )
     return packs, report

@@ -14,7 +14,9 @@ class RowError(DataError):
 
     def __init__(self, file: Path, line: int, where: str, reason: str) -> None:
         at = f"{file} line {line}" if line else f"{file}"
-        super().__init__(f"{at}, field {where}: {reason}" if where else f"{at}: {reason}")
+        place = f"{at}, field {where}" if where else at
+        self.row = f"{place}: {reason}"
+        super().__init__(f"{self.row} (data.max_bad_rows allows to skip such rows)")
 
 
 def brief(error: Exception) -> str:
@@ -47,14 +49,14 @@ class ReadLog:
 
     def bad(self, error: RowError) -> None:
         """Counts a row that is skipped, or raises `error` when max_bad_rows allows no more."""
-        self.bad_rows.append(str(error))
+        self.bad_rows.append(error.row)
         if len(self.bad_rows) <= self.max_bad_rows:
             return
         if self.max_bad_rows == 0:
             raise error
         raise DataError(
             f"{len(self.bad_rows)} bad rows, data.max_bad_rows allows {self.max_bad_rows}; "
-            f"the last: {error}"
+            f"the last: {error.row}"
         )
 
 

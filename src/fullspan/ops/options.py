@@ -21,15 +21,14 @@ class OpOptions:
     index_topk, sparse_attention: name of a backend, or "auto" for the first that can run.
     workspace_bytes: bound on the temporaries of index_topk, and on those of sparse_attention.
     loss_chunk_rows: rows whose logits over the vocabulary exist at once.
-    deterministic: whether `fullspan parity` compares two runs bit by bit. Every backend gives the
-        same bits on every run, whatever is set here.
+
+    Every backend gives the same bits on every run: there is no other mode.
     """
 
     index_topk: str = "auto"
     sparse_attention: str = "auto"
     workspace_bytes: int = 1 << 30
     loss_chunk_rows: int = 1024
-    deterministic: bool = True
 
     def __post_init__(self) -> None:
         for op, backends in BACKEND_NAMES.items():

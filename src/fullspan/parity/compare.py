@@ -97,11 +97,10 @@ def compare(
 
 
 def compare_bits(split: Split, seen: RunSeen) -> Iterator[Finding]:
-    """Two runs of one split; nothing where there was one."""
-    if seen.unrepeated is not None:
-        where = f"step 1, {seen.unrepeated[0]}" if seen.unrepeated else ""
-        value = float(len(seen.unrepeated))
-        yield Finding(split=split, quantity="bits", value=value, allowed=0.0, where=where)
+    """Two runs of one split."""
+    where = f"step 1, {seen.unrepeated[0]}" if seen.unrepeated else ""
+    value = float(len(seen.unrepeated))
+    yield Finding(split=split, quantity="bits", value=value, allowed=0.0, where=where)
 
 
 def _losses(got: StepSeen, wanted: StepSeen) -> Candidates:

@@ -74,10 +74,10 @@ class StepSeen:
 @dataclass(kw_only=True)
 class RunSeen:
     """Of a split. unrepeated: names of what was not the same bits in a second run of the first
-    step; None: there was no second run."""
+    step."""
 
     steps: list[StepSeen]
-    unrepeated: list[str] | None
+    unrepeated: list[str]
 
 
 def probe(
@@ -85,12 +85,11 @@ def probe(
     config: RunConfig,
     steps: Sequence[Sequence[Pack]],
     sample: int,
-    repeat: bool,
 ) -> RunSeen:
-    """Train on the packs of each of `steps` on this rank of config's split, see run_group.
+    """Train on the packs of each of `steps` on this rank of config's split, see run_group. The
+    first step is run twice, from the same adapters, and compared.
 
     sample: rows of a step whose logits and selected keys are kept, over all its packs.
-    repeat: run the first step twice, from the same adapters, and compare.
     """
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     watch = Watch(rank=ranks[0], size=ranks[1], timeout_seconds=config.train.timeout_seconds)
@@ -98,11 +97,11 @@ def probe(
     session, _ = open_session(config, mesh)
     fill_lora_b(session.model)
     recorder = _Recorder(session, sample)
-    unrepeated = None
+    unrepeated: list[str] = []
     seen: list[StepSeen] = []
     for packs in steps:
         seen.append(recorder.run(packs))
-        if repeat and len(seen) == 1:
+        if len(seen) == 1:
             session.zero_grad()
             unrepeated = different(seen[0], recorder.run(packs))
         session.optim_step()
@@ -131,9 +130,7 @@ def different(first: StepSeen, second: StepSeen) -> list[str]:
 
 def join(parts: Sequence[RunSeen]) -> RunSeen:
     """What all ranks of a split have seen, `parts` in their order."""
-    unrepeated = None
-    if parts[0].unrepeated is not None:
-        unrepeated = list(dict.fromkeys(name for part in parts for name in part.unrepeated or ()))
+    unrepeated = list(dict.fromkeys(name for part in parts for name in part.unrepeated))
     steps = [_join_step(step) for step in zip(*(part.steps for part in parts), strict=True)]
     return RunSeen(steps=steps, unrepeated=unrepeated)
 

@@ -78,13 +78,12 @@ def run_parity(
     [steps] = run_group(
         1, first_steps, config, microbatches, options.steps, timeout_seconds=timeout
     )
-    repeat = config.ops.deterministic
     seconds: dict[Split, float] = {}
     with tempfile.TemporaryDirectory(prefix="fullspan-") as folder:
         paths = [Path(folder) / str(index) for index in range(len(splits))]
         for split, changed, path in zip(splits, configs, paths, strict=True):
             started = time.monotonic()
-            arguments = (changed, steps, options.sample, repeat)
+            arguments = (changed, steps, options.sample)
             parts = run_group(split.ranks, probe, *arguments, timeout_seconds=timeout)
             torch.save(parts, path)
             seconds[split] = time.monotonic() - started

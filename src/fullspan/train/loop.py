@@ -23,7 +23,7 @@ import torch
 
 from fullspan.checkpoint.adapter import write_adapter
 from fullspan.checkpoint.resume import FOLDER
-from fullspan.errors import TrainingError
+from fullspan.errors import CheckpointError, TrainingError
 from fullspan.parallel.collectives import all_reduce_sum
 from fullspan.parallel.mesh import Mesh, open_mesh
 from fullspan.planning.report import explain_out_of_memory
@@ -233,12 +233,18 @@ class _Run:
 
         assert self.checkpoint is not None, "the last step saves"
         adapter, plot = self.folder / ADAPTER_FOLDER, self.folder / PLOT_FILE
-        write_adapter(
-            self.checkpoint,
-            adapter,
-            model_path=Path(self.config.model.path),
-            lora=self.config.lora,
-        )
+        try:
+            write_adapter(
+                self.checkpoint,
+                adapter,
+                model_path=Path(self.config.model.path),
+                lora=self.config.lora,
+            )
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} (setting train.output_dir; {self.checkpoint} is whole: the same command "
+                "or `fullspan export` writes the adapter from it)"
+            ) from None
         plot_losses(self.metrics.records, plot, f"Training loss: {self.folder.name}")
         self.console.print(
             f"finished {self.config.train.steps} steps\n"

@@ -17,12 +17,19 @@ import torch
 
 from fullspan import settings
 from fullspan.checkpoint.folders import Header, read_header
-from fullspan.checkpoint.load import Progress, load_model, progress_bar
+from fullspan.checkpoint.load import (
+    Progress,
+    load_model,
+    meta_model,
+    progress_bar,
+    read_mapping,
+)
 from fullspan.checkpoint.resume import check_fingerprint, find_checkpoint, stored_shapes
+from fullspan.checkpoint.safetensors_io import CheckpointFolder
 from fullspan.data.load import load_packs, load_tokenizer
 from fullspan.data.loader import PackLoader
 from fullspan.data.packing import Pack
-from fullspan.errors import CheckpointError
+from fullspan.errors import CheckpointError, ConfigError
 from fullspan.lora.inject import inject, trainable_parameters
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
@@ -58,7 +65,9 @@ def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
     seed_generators(config.train.seed + mesh.world.rank)
     marks = fingerprint(config)
     start, header = _start(config, mesh, console, marks)
-    model_config = DsaConfig.load(Path(config.model.path))
+    if mesh.is_main:
+        write_config(Path(config.train.output_dir), settings.dump_toml(config))
+    model_config = check_model(config)
     tokenizer = load_tokenizer(Path(config.model.path))
     packs, packing = load_packs(
         config.data.path, config.data, tokenizer, vocab_size=model_config.vocab_size
@@ -68,7 +77,11 @@ def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
     eval_packs: list[Pack] = []
     if config.data.eval_path is not None:
         eval_packs, packing = load_packs(
-            config.data.eval_path, config.data, tokenizer, vocab_size=model_config.vocab_size
+            config.data.eval_path,
+            config.data,
+            tokenizer,
+            vocab_size=model_config.vocab_size,
+            setting="data.eval_path",
         )
         console.print(report.data_lines("held out", config.data.eval_path, packing))
     loader = PackLoader(
@@ -84,11 +97,23 @@ def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
     console.print(report.batch_lines(config.train, mesh, session, loader))
     if start is not None:
         session.load(start)
-    if mesh.is_main:
-        write_config(Path(config.train.output_dir), settings.dump_toml(config))
     return RunParts(
         session=session, loader=loader, eval_packs=eval_packs, fingerprint=marks, start=start
     )
+
+
+def check_model(config: RunConfig) -> DsaConfig:
+    """The model's configuration, once all that its folder and the adapters' targets can be refused
+    for is checked without reading a weight.
+
+    Raises:
+        CheckpointError, ConfigError: as `load_model` and `inject`.
+    """
+    folder = CheckpointFolder.open(Path(config.model.path))
+    model_config = DsaConfig.load(folder.path)
+    read_mapping(folder, model_config, config.ops)
+    inject(meta_model(model_config, config.ops, recompute=False), config.lora)
+    return model_config
 
 
 def open_session(config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
@@ -175,7 +200,13 @@ def _start(
     header = read_header(path)
     check_fingerprint(path, header, marks)
     stored_shapes(path)  # readable at all
-    console.print(f"resuming from {path}, after step {header.step} of {config.train.steps}")
+    if header.step > config.train.steps:
+        raise ConfigError(
+            f"train.steps is {config.train.steps}, but {path} is after step {header.step}: raise "
+            "it, or choose another train.output_dir"
+        )
+    done = ": nothing is left to train" if header.step == config.train.steps else ""
+    console.print(f"resuming from {path}, after step {header.step} of {config.train.steps}{done}")
     if header.world_size != mesh.world.size:
         console.print(
             f"it was written by {header.world_size} rank(s) and now there are {mesh.world.size}: "

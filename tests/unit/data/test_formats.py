@@ -108,7 +108,7 @@ def test_tool_calls_and_text_parts_are_normalised(jsonl, tokenizer):
 
 BAD_ROWS = {
     "not an object": ([1, 2], ": expected one JSON object a line, got list"),
-    "no JSON": (b"{'text': 1}", ": not JSON: .* column 2"),
+    "no JSON": (b"{'text': 1}", ": not JSON: .*column 2"),
     "array": (b"[", ": not JSON: .*a JSON array is not JSONL"),
     "NaN": (b'{"text": NaN}', ": not usable JSON: NaN"),
     "too deep": (b'{"text": ' + b"[" * 100_000, ": not usable JSON: "),
