@@ -60,7 +60,7 @@ def dense_attention(
 
 def allocations(run: Callable[[], object]) -> tuple[int, int]:
     """Peak of the bytes that run holds at once, and its largest single allocation, as allocated."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         run()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = largest = 0

@@ -21,7 +21,11 @@ def peak_and_flops(computation: Callable[[], object]) -> tuple[int, int]:
     """As `measure`, without what gloo allocates: it copies what it gathers and scatters, for a time
     that depends on its threads, and NCCL does not."""
     with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_flops=True
+        activities=[ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,
+        record_shapes=True,
+        with_flops=True,
     ) as profiler:
         computation()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fullspan.checkpoint.config import CheckpointConfig
 from fullspan.checkpoint.folders import (
@@ -76,8 +76,8 @@ def save_checkpoint(
     states = {prefix + name: state for name, state in random_states().items()}
     try:
         _on_first_rank(lambda: make_empty(saving), group)
-        names = _write(saving, {**tensors, **states}, group)
-        _on_first_rank(lambda: complete(saving, final, header, names), group)
+        _write(saving, {**tensors, **states}, group)
+        _on_first_rank(lambda: complete(saving, final, header, _files(saving)), group)
     except (CheckpointException, OSError) as error:
         room = _on_first_rank(lambda: discard(saving), group)
         raise CheckpointError(
@@ -186,19 +186,21 @@ class _Writer(FileSystemWriter):
             raise
 
 
-def _write(
-    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
-) -> set[str]:
-    """Saves and syncs; returns the names of the files that all ranks wrote."""
+def _write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Saves and syncs."""
     with _quiet():
-        metadata = state_dict_saver.save(
+        state_dict_saver.save(
             dict(tensors),
             storage_writer=_Writer(folder),
             process_group=group,
             no_dist=group is None,
         )
-    assert isinstance(metadata, Metadata) and metadata.storage_data is not None
-    return {info.relative_path for info in metadata.storage_data.values()} | {".metadata"}
+
+
+def _files(folder: Path) -> set[str]:
+    """Names of the files that all ranks wrote, as the last of them says."""
+    stored = FileSystemReader(folder).read_metadata().storage_data
+    return {info.relative_path for info in stored.values()} | {".metadata"}
 
 
 @contextmanager

@@ -62,7 +62,11 @@ def _on_gpu(device: torch.device, computation: Callable[[], object]) -> Usage:
 
 def _on_cpu(computation: Callable[[], object]) -> Usage:
     with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_flops=True
+        activities=[ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,
+        record_shapes=True,
+        with_flops=True,
     ) as profiler:
         result = computation()
     del result
