@@ -36,11 +36,15 @@ _FROZEN = {
 _NORM = "norms are frozen: they have no matrix to adapt"
 
 
-def inject(model: nn.Module, config: LoraConfig) -> list[str]:
+def inject(
+    model: nn.Module, config: LoraConfig, device: torch.device | None = None
+) -> list[str]:
     """Freeze the model and wrap every module that a target names; their names in model order.
 
     A module that two targets name ("q_b_proj" and "self_attn.q_b_proj") gets one adapter. Initial
     values depend on the seed and the module's name only, so every rank draws the same bits.
+    Adapters live on `device`; None: beside the weights that they adapt, or on the CPU where these
+    have no storage. Sharded weights have none between uses, so there it must be given.
 
     Raises:
         ConfigError: a target names nothing adaptable, or the model has adapters already.
@@ -58,7 +62,9 @@ def inject(model: nn.Module, config: LoraConfig) -> list[str]:
         wrapper = _WRAPPERS[type(base)]
         generator = torch.Generator().manual_seed(_seed_of(config.seed, name))
         parent, _, leaf = name.rpartition(".")
-        adapter = wrapper(base, r=config.r, alpha=float(config.alpha), generator=generator)
+        adapter = wrapper(
+            base, r=config.r, alpha=float(config.alpha), generator=generator, device=device
+        )
         setattr(model.get_submodule(parent), leaf, adapter)
     return names
 

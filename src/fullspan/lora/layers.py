@@ -1,10 +1,10 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) around frozen projections: y = W x + alpha / r * B (A x).
 
 A wrapper holds the frozen module as `.base` and owns `.lora_a` and `.lora_b`. These are float32
-whatever the model's dtype and are cast to the input's dtype at use. A is Kaiming-uniform
-(a = sqrt 5, so within 1 / sqrt(fan in), as PEFT draws it) and B is zero, so a fresh adapter changes
-nothing. No product B A is ever formed, and the change is added to the base's fresh output in place.
-No dropout, no bias, no variants such as DoRA.
+whatever the model's dtype and are cast to the input's dtype at use; `device` says where they live.
+A is Kaiming-uniform (a = sqrt 5, so within 1 / sqrt(fan in), as PEFT draws it) and B is zero, so a
+fresh adapter changes nothing. No product B A is ever formed, and the change is added to the base's
+fresh output in place. No dropout, no bias, no variants such as DoRA.
 """
 
 import torch
@@ -19,13 +19,22 @@ from fullspan.shapes import Float, Int64, Tensor
 class LoRALinear(nn.Module):
     """Around `Linear`: lora_a [rank, in], lora_b [out, rank]."""
 
-    def __init__(self, base: Linear, *, r: int, alpha: float, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        base: Linear,
+        *,
+        r: int,
+        alpha: float,
+        generator: torch.Generator,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.base = base
         self.scale = alpha / r
+        home = _home(base.weight, device)
         out_width, in_width = base.weight.shape
-        self.lora_a = _uniform((r, in_width), base.weight.device, generator)
-        self.lora_b = _zeros((out_width, r), base.weight.device)
+        self.lora_a = _uniform((r, in_width), home, generator)
+        self.lora_b = _zeros((out_width, r), home)
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
@@ -36,16 +45,23 @@ class LoRAGroupedLinear(nn.Module):
     """Around `GroupedLinear`: lora_a [experts, rank, in], lora_b [experts, out, rank]."""
 
     def __init__(
-        self, base: GroupedLinear, *, r: int, alpha: float, generator: torch.Generator
+        self,
+        base: GroupedLinear,
+        *,
+        r: int,
+        alpha: float,
+        generator: torch.Generator,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.base = base
         self.scale = alpha / r
+        home = _home(base.weight, device)
         held, out_width, in_width = base.weight.shape
         # Drawn for all of the model's experts, so that the values do not depend on who holds which.
-        drawn = _uniform((base.experts, r, in_width), base.weight.device, generator)
+        drawn = _uniform((base.experts, r, in_width), home, generator)
         self.lora_a = nn.Parameter(drawn.detach()[base.held.start : base.held.stop].clone())
-        self.lora_b = _zeros((held, out_width, r), base.weight.device)
+        self.lora_b = _zeros((held, out_width, r), home)
 
     def forward(
         self, x: Float[Tensor, "slots in"], counts: Int64[Tensor, "experts"]
@@ -65,14 +81,21 @@ class LoRAKVUpProjection(nn.Module):
     """
 
     def __init__(
-        self, base: KVUpProjection, *, r: int, alpha: float, generator: torch.Generator
+        self,
+        base: KVUpProjection,
+        *,
+        r: int,
+        alpha: float,
+        generator: torch.Generator,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.base = base
         self.scale = alpha / r
+        home = _home(base.weight, device)
         out_width, latent = base.weight.shape
-        self.lora_a = _uniform((r, latent), base.weight.device, generator)
-        self.lora_b = _zeros((out_width, r), base.weight.device)
+        self.lora_a = _uniform((r, latent), home, generator)
+        self.lora_b = _zeros((out_width, r), home)
 
     def absorb_query(
         self, query: Float[Tensor, "rows heads nope"]
@@ -102,13 +125,17 @@ def _uniform(
     """Drawn on the CPU by a CPU generator: the same bits on every device and rank."""
     bound = shape[-1] ** -0.5
     values = torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-    return nn.Parameter(values.to(_real(device)))
+    return nn.Parameter(values.to(device))
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=_real(device)))
+    return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
 
 
-def _real(device: torch.device) -> torch.device:
-    """An adapter of a model without storage (on meta, as `export` builds it) lives on the CPU."""
-    return torch.device("cpu") if device.type == "meta" else device
+def _home(weight: Tensor, device: torch.device | None) -> torch.device:
+    """Where an adapter lives: on `device`, else where its base's weight does. A weight may have no
+    storage (on meta): sharded ones come when they are gathered, those of `export` never do.
+    """
+    if device is not None:
+        return device
+    return torch.device("cpu") if weight.device.type == "meta" else weight.device

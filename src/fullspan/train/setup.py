@@ -127,7 +127,7 @@ def open_session(config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
 
 def adapt(model: DsaForCausalLM, config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
     """`open_session` on a model that is there already."""
-    adapted = inject(model, config.lora)
+    adapted = inject(model, config.lora, mesh.device)
     session = Session(
         model,
         trainable_parameters(model),

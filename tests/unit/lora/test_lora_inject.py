@@ -48,6 +48,17 @@ def test_two_targets_may_name_one_module(make_model):
     assert names == [f"model.layers.{layer}.self_attn.q_b_proj" for layer in range(3)]
 
 
+def test_adapters_live_on_the_device_that_is_asked_for(make_model):
+    """A sharded run's weights have no storage between uses: their device says nothing."""
+    targets = ("kv_b_proj", "o_proj", "experts.down_proj")
+    model = make_model()
+    inject(model, LoraConfig(targets=targets), torch.device("meta"))
+    assert {value.device.type for value in trainable_parameters(model).values()} == {"meta"}
+    model = make_model().to("meta")
+    inject(model, LoraConfig(targets=targets))
+    assert {value.device.type for value in trainable_parameters(model).values()} == {"cpu"}
+
+
 def test_each_kind_of_module_has_its_wrapper(make_model):
     model = make_model()
     inject(model, LoraConfig(targets=("kv_b_proj", "o_proj", "experts.down_proj")))
