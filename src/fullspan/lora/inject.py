@@ -36,9 +36,7 @@ _FROZEN = {
 _NORM = "norms are frozen: they have no matrix to adapt"
 
 
-def inject(
-    model: nn.Module, config: LoraConfig, device: torch.device | None = None
-) -> list[str]:
+def inject(model: nn.Module, config: LoraConfig, device: torch.device | None = None) -> list[str]:
     """Freeze the model and wrap every module that a target names; their names in model order.
 
     A module that two targets name ("q_b_proj" and "self_attn.q_b_proj") gets one adapter. Initial
