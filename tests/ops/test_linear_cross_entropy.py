@@ -12,6 +12,7 @@ from fullspan.ops.options import OpOptions
 from tests.ops.support import allocations, nbytes
 
 OPTIONS = OpOptions()
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def inputs(rows: int = 20, width: int = 8, vocab: int = 50, dtype=torch.float32) -> list[Tensor]:
@@ -49,18 +50,22 @@ def test_gradient_equals_finite_differences():
     )
 
 
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_error_is_at_most_that_of_plain_torch(dtype, monkeypatch):
+def test_error_is_at_most_that_of_plain_torch(dtype, device, monkeypatch):
     """The loss is float32 for any input; the gradient is rounded once, and again when scaled."""
     monkeypatch.setattr(reference, "WIDENED_ELEMENTS", 1000)  # several slices of the vocabulary
-    hidden, weight, labels = inputs(64, 32, 500, dtype)
+    hidden, weight, labels = (x.detach().to(device) for x in inputs(64, 32, 500, dtype))
+    hidden.requires_grad_()
     loss = linear_cross_entropy(hidden, weight, labels, options=OPTIONS)
     wide = hidden.detach().double().requires_grad_()
     exact, rough = plain(wide, weight.double(), labels), plain(hidden, weight, labels)
     assert loss.dtype == torch.float32
     allowed = (plain(wide.float(), weight.float(), labels) - exact).abs().max()
     assert (loss - exact).abs().max() <= allowed + 1e-6
-    grad = torch.rand(64)
+    grad = torch.rand(64, device=device)
     ours = torch.autograd.grad(loss, hidden, grad)[0]
     theirs = torch.autograd.grad(rough, hidden, grad.to(rough.dtype))[0]
     truth = torch.autograd.grad(exact, wide, grad.double())[0]

@@ -12,8 +12,6 @@ from fullspan.planning.activations import WIDE, Layer
 from fullspan.planning.case import Case
 from fullspan.planning.model_cost import Adapter, stored_bytes, unit_shares
 
-_WIDENED = 64 << 20  # of the head's weight, float32 (ops/linear_cross_entropy/reference.py)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -175,12 +173,12 @@ def _head(case: Case) -> dict[str, int]:
     """ops/linear_cross_entropy: logits of a chunk in float32, the unit gradient of all rows."""
     model, item = case.model, case.item
     rows = min(case.run.ops.loss_chunk_rows, case.rows)
-    widened = _WIDENED if item != WIDE else 0
+    narrow = rows * model.vocab_size * item if item != WIDE else 0  # rounded probabilities
     return {
         "final norm": final_norm_bytes(case),
         "head logits": rows * model.vocab_size * WIDE,
         "head unit gradient": case.rows * model.hidden_size * item,
         "head rows": case.rows * model.hidden_size * item
         + 2 * rows * model.hidden_size * WIDE
-        + widened,
+        + narrow,
     }
