@@ -3,6 +3,8 @@
     python scripts/compile_report.py hopper    registers, spilled bytes, shared memory, and whether
                                                ptxas had to serialise tensor instructions
     python scripts/compile_report.py plain     shared memory against what the device class has
+    python scripts/compile_report.py rows      the same of those that only move values, and accesses
+                                               to memory that are narrower than 16 bytes
 
 Needs Triton 3.6 with the CUDA tools that it ships.
 """
@@ -13,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from fullspan.ops.fp8.kernels import dequantise_kernel
 from fullspan.ops.index_topk import kernels_hopper as index
 from fullspan.ops.sparse_attention import kernels_hopper_backward as backward
 from fullspan.ops.sparse_attention import kernels_hopper_forward as forward
@@ -129,12 +132,16 @@ def compiled(
     fixed: dict[str, Any],
     options: dict[str, int],
     arch: int,
+    multiples: Sequence[str] = (),
 ) -> Any:
-    """A kernel compiled for sm_`arch`, pointers taken to be 16-byte aligned."""
+    """A kernel compiled for sm_`arch`; pointers and the arguments in `multiples` are taken to be
+    multiples of 16."""
     order = kernel.arg_names
     full = {argument: types.get(argument, "constexpr") for argument in order}
     aligned = {
-        (i,): [["tt.divisibility", 16]] for i, n in enumerate(order) if full[n].startswith("*")
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(order)
+        if full[n].startswith("*") or n in multiples
     }
     constants = {(order.index(argument),): value for argument, value in fixed.items()}
     text = source(fn=kernel, signature=full, constexprs=constants, attrs=aligned)
@@ -192,12 +199,37 @@ def plain_reports() -> Iterator[dict[str, Any]]:
             yield row | {"limit": limit * 1024}
 
 
+def row_kernels() -> Iterator[Entry]:
+    """Kernels whose time is that of the memory they read and write."""
+    strides = [f"{tensor}_{axis}" for tensor in "wso" for axis in ("outer", "inner", "row")]
+    types = {"WEIGHT": "*fp8e4nv", "SCALE": FP32, "OUT": BF16, **dict.fromkeys(strides, "i64")}
+    types |= dict.fromkeys(("rows", "cols", "row_tiles", "col_tiles", "inner"), "i32")
+    fixed = {"BR": 128, "BC": 128, "TR": 128, "TC": 128, "w_col": 1, "s_col": 1, "o_col": 1}
+    yield "dequantise", dequantise_kernel, types, fixed, {"num_warps": 8}
+
+
+def row_reports() -> Iterator[dict[str, Any]]:
+    """Of every kernel on Hopper and Blackwell. A scale is one access of 4 bytes."""
+    for name, *kernel in row_kernels():
+        for arch in (90, 100, 120):
+            built = compiled(
+                ASTSource, *kernel, arch, [n for n, t in kernel[1].items() if t[0] == "i"]
+            )
+            accesses = re.findall(r"(?:ld|st)\.global\S*", built.asm["ptx"])
+            wide = [access for access in accesses if re.search(r"v4\.b32|v2\.b64", access)]
+            row = {"kernel": f"{name} sm_{arch}", "shared": built.metadata.shared}
+            row |= {"limit": DEVICES[arch] * 1024, "wide": len(wide)}
+            yield row | {"narrow": len(accesses) - len(wide)}
+
+
 def main() -> int:
     """Report the kernels of one kind."""
     if sys.argv[1:] == ["hopper"]:
         rows = (report(*entry) for entry in kernels())
     elif sys.argv[1:] == ["plain"]:
         rows = plain_reports()
+    elif sys.argv[1:] == ["rows"]:
+        rows = row_reports()
     else:
         print(__doc__)
         return 2

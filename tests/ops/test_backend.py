@@ -8,7 +8,7 @@ import torch
 from fullspan.errors import BackendError, ConfigError
 from fullspan.ops import backend
 from fullspan.ops.backend import resolve
-from fullspan.ops.options import OpOptions
+from fullspan.ops.options import BACKEND_NAMES, OpOptions
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def test_auto_becomes_a_backend_and_the_rest_stays():
 
 
 def test_a_choice_is_logged_once(caplog):
-    backend._choose.cache_clear()
+    backend.choose.cache_clear()
     with caplog.at_level(logging.INFO, logger="fullspan"):
         for _ in range(3):
             resolve(OpOptions(sparse_attention="reference"), CPU, torch.bfloat16)
@@ -30,6 +30,8 @@ def test_a_choice_is_logged_once(caplog):
         "(hopper: needs an NVIDIA GPU, not cpu; triton: needs an NVIDIA GPU, not cpu; "
         "reference: can run)",
         "sparse_attention: reference, named by ops.sparse_attention",
+        "fp8: reference, the first backend for torch.bfloat16 on cpu "
+        "(triton: needs an NVIDIA GPU, not cpu; reference: can run)",
     ]
 
 
@@ -48,8 +50,10 @@ def test_a_backend_that_cannot_run_says_why(name):
         resolve(OpOptions(index_topk=name), CPU, torch.int8)
 
 
-@pytest.mark.parametrize("name", ["hopper", "triton"])
-@pytest.mark.parametrize("op", ["index_topk", "sparse_attention"])
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(op, n) for op, names in BACKEND_NAMES.items() for n in names if n != "reference"],
+)
 def test_a_gpu_backend_that_is_named_on_a_cpu_raises(op, name):
     with pytest.raises(BackendError, match=rf"{op} = '{name}' cannot run .*needs an NVIDIA GPU"):
         resolve(OpOptions(**{op: name}), CPU, torch.bfloat16)
@@ -78,6 +82,23 @@ def test_what_the_hopper_kernels_are_made_for(monkeypatch, device, dtype, widths
     assert said is None if reason is None else reason in said
     monkeypatch.setattr(backend.importlib.metadata, "version", lambda _: "3.7.1")
     assert check(torch.device("cuda"), dtype, widths) is not None
+
+
+def test_the_names_are_those_of_the_registry():
+    assert {op: tuple(names) for op, names in backend.BACKENDS.items()} == BACKEND_NAMES
+
+
+def test_fp8_needs_hardware_that_converts_e4m3(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda _: object())
+    for device, reason in (
+        ((8, 9), None),
+        ((9, 0), None),
+        ((8, 6), "needs compute capability 8.9"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, is_=device: is_)
+        said = backend.BACKENDS["fp8"]["triton"](torch.device("cuda"), torch.bfloat16, {})
+        assert said is None if reason is None else reason in said
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_the_ops_are_registered_as_they_behave():
     tests = ("test_faketensor",)  # comparing FP8 values, as test_schema does, is not implemented
     ops = torch.ops.fullspan
     torch.library.opcheck(
-        ops.dequantise_blocks.default, (out, weight, scale, *BLOCK), test_utils=tests
+        ops.dequantise_blocks.default, (out, weight, scale, *BLOCK, "reference"), test_utils=tests
     )
     torch.library.opcheck(ops.quantise_blocks.default, (out, *BLOCK, True), test_utils=tests)
     with FakeTensorMode():

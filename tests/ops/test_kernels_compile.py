@@ -47,3 +47,13 @@ def test_the_plain_kernels_fit_every_device_class():
     assert {row["kernel"] for row in rows} >= {"forward sm_80", "dquery sm_100"}
     for row in rows:
         assert row["shared"] <= row["limit"], row
+
+
+@needs_tested_triton
+def test_the_kernels_that_move_values_do_it_in_16_bytes():
+    """Beside a tile's one scale."""
+    rows = compile_report("rows")
+    assert {row["kernel"] for row in rows} >= {"dequantise sm_90", "dequantise sm_120"}
+    for row in rows:
+        assert row["shared"] <= row["limit"], row
+        assert row["narrow"] <= 1 < row["wide"], row

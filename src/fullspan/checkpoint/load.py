@@ -104,7 +104,7 @@ def empty_model(
     """
     held = _held_experts(config, mesh)
     model = meta_model(config, options, recompute=recompute, experts=held)
-    quantisation.make_room(model, mapping, options.workspace_bytes)
+    quantisation.make_room(model, mapping, options)
     return model, _shard(model, mapping, dtype, mesh) if shard_weights else {}
 
 
@@ -130,7 +130,7 @@ def read_mapping(
     mapping = quantisation.extend(mapping)
     _check_dtypes(folder, mapping, quantisation)
     whole = meta_model(config, options, recompute=False)
-    quantisation.make_room(whole, mapping, options.workspace_bytes)
+    quantisation.make_room(whole, mapping, options)
     found = {name: info.shape for name, info in folder.tensors.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
     mapping.check(found, shapes, where=str(folder.path))

@@ -19,6 +19,7 @@ from fullspan.errors import CheckpointError
 from fullspan.models.common.frozen import BlockLayout, FrozenProjection
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.fp8.op import E4M3, scale_shape
+from fullspan.ops.options import OpOptions
 
 CONFIG_KEY = "quantization_config"
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
@@ -98,7 +99,7 @@ class Quantisation:
         return mapping.with_scales({name: s for name, s in found.items() if s}, E4M3)
 
     def make_room(
-        self, model: DsaForCausalLM, mapping: CheckpointMapping, workspace_bytes: int
+        self, model: DsaForCausalLM, mapping: CheckpointMapping, options: OpOptions
     ) -> None:
         """Give the modules of a meta model FP8 weights and scales where the mapping has them."""
         for step in mapping.steps:
@@ -107,7 +108,12 @@ class Quantisation:
                 assert isinstance(module, FrozenProjection), f"{step.target} is no projection"
                 parts = step.pieces()[0].parts
                 module.hold_fp8(
-                    BlockLayout(block=self.block, parts=parts, workspace_bytes=workspace_bytes)
+                    BlockLayout(
+                        block=self.block,
+                        parts=parts,
+                        workspace_bytes=options.workspace_bytes,
+                        backend=options.fp8,
+                    )
                 )
 
     def _suffix(self, step: Step) -> str | None:

@@ -68,6 +68,15 @@ def _check_hopper(
     return None
 
 
+def _check_fp8(device: torch.device, dtype: torch.dtype, widths: Widths) -> str | None:
+    refusal = _check_triton(device, dtype, {})
+    if refusal:
+        return refusal
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "needs compute capability 8.9 or newer, whose hardware converts e4m3"
+    return None
+
+
 _check_hopper_index = functools.partial(_check_hopper, {"index_dim": (128,)})
 _check_hopper_attention = functools.partial(_check_hopper, {"qk": (576, 512), "value_dim": (512,)})
 
@@ -82,6 +91,7 @@ BACKENDS: dict[str, dict[str, Check]] = {
         "triton": _check_triton,
         "reference": _check_reference,
     },
+    "fp8": {"triton": _check_fp8, "reference": _check_reference},
 }
 
 
@@ -103,18 +113,19 @@ def resolve(
     known backend and what is against it, when the named one or all of them cannot run.
     """
     known = tuple(sorted(widths.items()))
-    chosen = {op: _choose(op, getattr(options, op), device, dtype, known) for op in BACKENDS}
+    chosen = {op: choose(op, getattr(options, op), device, dtype, known) for op in BACKENDS}
     return replace(options, **chosen)
 
 
 @functools.cache  # so that a choice is logged once and costs nothing per layer
-def _choose(
+def choose(
     op: str,
     wanted: str,
     device: torch.device,
     dtype: torch.dtype,
-    widths: tuple[tuple[str, int], ...],
+    widths: tuple[tuple[str, int], ...] = (),
 ) -> str:
+    """The backend of one op, see `resolve`."""
     verdicts = {name: check(device, dtype, dict(widths)) for name, check in BACKENDS[op].items()}
     able = [name for name, refusal in verdicts.items() if refusal is None]
     listing = "; ".join(f"{name}: {refusal or 'can run'}" for name, refusal in verdicts.items())

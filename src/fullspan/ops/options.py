@@ -11,6 +11,7 @@ from fullspan.errors import BackendError, ConfigError
 BACKEND_NAMES = {
     "index_topk": ("hopper", "triton", "reference"),
     "sparse_attention": ("hopper", "triton", "reference"),
+    "fp8": ("triton", "reference"),
 }
 
 
@@ -18,7 +19,7 @@ BACKEND_NAMES = {
 class OpOptions:
     """The [ops] section.
 
-    index_topk, sparse_attention: name of a backend, or "auto" for the first that can run.
+    index_topk, sparse_attention, fp8: name of a backend, or "auto" for the first that can run.
     workspace_bytes: bound on the temporaries of index_topk, and on those of sparse_attention.
     loss_chunk_rows: rows whose logits over the vocabulary exist at once.
 
@@ -27,6 +28,7 @@ class OpOptions:
 
     index_topk: str = "auto"
     sparse_attention: str = "auto"
+    fp8: str = "auto"
     workspace_bytes: int = 1 << 30
     loss_chunk_rows: int = 1024
 

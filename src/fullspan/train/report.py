@@ -17,6 +17,7 @@ from fullspan.data.report import PackingReport
 from fullspan.lora.config import LoraConfig
 from fullspan.models.common.frozen import FrozenProjection
 from fullspan.models.dsa.model import DsaForCausalLM
+from fullspan.ops.options import BACKEND_NAMES
 from fullspan.parallel.mesh import Mesh
 from fullspan.train.config import LoopConfig, ModelConfig
 from fullspan.train.session import Session
@@ -76,8 +77,8 @@ def model_lines(
         ),
         (
             "ops",
-            f"index_topk {options.index_topk}, sparse_attention {options.sparse_attention}, "
-            f"workspace {options.workspace_bytes / 2**20:,.0f} MiB each",
+            "".join(f"{op} {getattr(options, op)}, " for op in BACKEND_NAMES)
+            + f"workspace {options.workspace_bytes / 2**20:,.0f} MiB each",
         ),
     )
 

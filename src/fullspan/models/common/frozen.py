@@ -30,11 +30,13 @@ class BlockLayout:
     block   rows and columns that share a scale
     parts   equal parts of the rows in each of which blocks begin anew (gate above up has two)
     workspace_bytes   bound on the dequantised experts that exist at once; one always may
+    backend   of ops/fp8
     """
 
     block: tuple[int, int]
     parts: int = 1
     workspace_bytes: int = 1 << 30
+    backend: str = "auto"
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scale of a weight [..., rows, cols]."""
@@ -63,11 +65,11 @@ class FrozenWeight(NamedTuple):
             return self.values
         if out is None:
             out = torch.empty(self.values.shape, dtype=dtype, device=self.values.device)
-        parts = self.layout.parts
+        layout = self.layout
         values, scale, split = (
-            tensor.unflatten(-2, (parts, -1)) for tensor in (self.values, self.scale, out)
+            tensor.unflatten(-2, (layout.parts, -1)) for tensor in (self.values, self.scale, out)
         )
-        dequantise_blocks(values, scale, self.layout.block, dtype, split)
+        dequantise_blocks(values, scale, layout.block, dtype, split, backend=layout.backend)
         return out
 
 

@@ -8,12 +8,18 @@ DeepSeek and GLM). The last block of a row or column may be ragged. See README.m
 import torch
 
 from fullspan.errors import LayoutError
-from fullspan.ops.fp8.reference import E4M3, dequantise_into, quantise, scale_shape
+from fullspan.ops.backend import choose, on_first_call
+from fullspan.ops.fp8 import reference
+from fullspan.ops.fp8.reference import E4M3, quantise, scale_shape
 from fullspan.shapes import Float, Float32, Tensor
 
 __all__ = ["E4M3", "dequantise_blocks", "quantise_blocks", "scale_shape"]
 
 Block = tuple[int, int]
+_IMPLEMENTATIONS = {
+    "triton": on_first_call("fullspan.ops.fp8.triton_backend", "dequantise_into"),
+    "reference": reference.dequantise_into,
+}
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -23,14 +29,18 @@ def dequantise_blocks(
     block: Block,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
+    *,
+    backend: str = "auto",
 ) -> Float[Tensor, "*experts out in"]:
     """weight * scale of its block, computed in float32 and rounded once. No gradient.
 
     Args:
         block: rows and columns of a block.
         out: where to write: shape of `weight`, dtype `out_dtype`, any strides. None: a new tensor.
+        backend: triton, reference, or auto for the first that can run; all give the same bits.
 
     Raises:
+        BackendError: the backend cannot run here.
         LayoutError: a dtype or the shape of the scale or of `out` does not fit; it gives both.
     """
     _check(weight, scale, block, out_dtype)
@@ -41,7 +51,8 @@ def dequantise_blocks(
             f"the workspace is {out.dtype} {list(out.shape)}, but the weight becomes {out_dtype} "
             f"{list(weight.shape)}"
         )
-    _dequantise(out, weight, scale, block[0], block[1])
+    backend = choose("fp8", backend, weight.device, out_dtype)
+    _dequantise(out, weight, scale, block[0], block[1], backend)
     return out
 
 
@@ -61,14 +72,15 @@ def quantise_blocks(
 @torch.library.custom_op(
     "fullspan::dequantise_blocks",
     mutates_args=("out",),
-    schema="(Tensor(a!) out, Tensor weight, Tensor scale, int block_rows, int block_cols) -> ()",
+    schema="(Tensor(a!) out, Tensor weight, Tensor scale, int block_rows, int block_cols, "
+    "str backend) -> ()",
 )
-def _dequantise(out, weight, scale, block_rows, block_cols):
-    dequantise_into(out, weight, scale, (block_rows, block_cols))
+def _dequantise(out, weight, scale, block_rows, block_cols, backend):
+    _IMPLEMENTATIONS[backend](out, weight, scale, (block_rows, block_cols))
 
 
 @_dequantise.register_fake
-def _(out, weight, scale, block_rows, block_cols):
+def _(out, weight, scale, block_rows, block_cols, backend):
     return None
 
 
