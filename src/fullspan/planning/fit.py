@@ -1,7 +1,7 @@
 """Whether a run fits a GPU, which splits of some GPUs do, and what to change where none does.
 
 Only settings that exist are tried: parallel.dp, cp, ep and shard_weights. Everything else of the
-run stays as it is; layer inputs stay on the GPU.
+run stays as it is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,6 +44,9 @@ def setting_for(item: str, case: Case) -> str:
     if item == "other frozen weights":
         shards = case.run.parallel.shard_weights
         return "use more GPUs" if shards else "set parallel.shard_weights = true"
+    train = case.run.train
+    if item == "saved layer inputs" and train.recompute and not train.offload_inputs:
+        return "set train.offload_inputs = true"
     if item in _SETTINGS:
         return _SETTINGS[item]
     if case.dp > 1:

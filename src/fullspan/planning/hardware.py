@@ -40,12 +40,14 @@ class Links:
     """Bytes per second that one GPU receives, and how many GPUs share a node.
 
     The two figures are parallel/balance.py's: two thirds of an H200's 450 GB/s each way over
-    NVLink, four fifths of a 400 Gbit/s InfiniBand adapter for each GPU.
+    NVLink, four fifths of a 400 Gbit/s InfiniBand adapter for each GPU. host: from and to pinned
+    host memory, four fifths of PCIe 5.0 x16's 63 GB/s each way.
     """
 
     ranks_per_node: int = 8
     nvlink: float = 300e9
     network: float = 40e9
+    host: float = 50e9
 
 
 _MEASURED = "measured on one H200"

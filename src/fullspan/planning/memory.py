@@ -12,6 +12,7 @@ from fullspan.planning.activations import WIDE, Layer
 from fullspan.planning.case import Case
 from fullspan.planning.model_cost import Adapter, stored_bytes, unit_shares
 
+HOST_PIECE = 64 << 20  # models/common/host_inputs.py (a test compares them)
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -75,8 +76,9 @@ def kept_between_layers(case: Case) -> list[dict[str, int]]:
     """What the layers up to each one keep for the backward pass, by item.
 
     With recompute that is each layer's input and each full layer's selection, which the layers
-    that share it hold too (models/common/recompute.py). Layers below the first adapter keep
-    nothing: no gradient reaches them.
+    that share it hold too (models/common/recompute.py). Of inputs that wait in host memory the
+    newest is here (the last layer's stays). Layers below the first adapter keep nothing: no
+    gradient reaches them.
     """
     recompute, first = case.run.train.recompute, _first_adapted(case)
     layers = Layer.all(case)
@@ -86,13 +88,23 @@ def kept_between_layers(case: Case) -> list[dict[str, int]]:
         if layer.number >= first:
             # Without recompute the norm keeps its input in float32 only, else a copy of it.
             if recompute or case.item == WIDE:
-                kept["saved layer inputs"] += layer.input()
+                inputs = 1 if case.run.train.offload_inputs else layer.number - first + 1
+                kept["saved layer inputs"] = inputs * layer.input()
             if layer.full or layer.number == first:
                 kept["saved selections"] += layer.selection()
             if not recompute:
                 kept["saved activations"] += layer.saved()
         found.append(dict(kept))
     return found
+
+
+def host_bytes(case: Case) -> int:
+    """Pinned host memory of a rank for one pack: inputs of all adapted layers but the last, in
+    whole pieces (models/common/host_inputs.py)."""
+    if not case.run.train.offload_inputs:
+        return 0
+    pieces = -(-Layer.all(case)[0].input() // HOST_PIECE)
+    return (case.model.num_hidden_layers - 1 - _first_adapted(case)) * pieces * HOST_PIECE
 
 
 def final_norm_bytes(case: Case) -> int:
@@ -131,6 +143,8 @@ def _changing(case: Case) -> Iterator[tuple[str, str, dict[str, int]]]:
         back = {**resident, "adapter gradients": gradients, **kept, **gathered(unit, unit - 1)}
         if number < _first_adapted(case):
             continue
+        if case.run.train.offload_inputs and number > _first_adapted(case):
+            back["saved layer inputs"] += layer.input()  # the next one, on its way
         for name, items in layer.recompute_moments().items():
             stage = "recompute" if recompute else "forward"
             yield stage, f"layer {number}, {name}", {**back, **items}

@@ -15,7 +15,7 @@ from fullspan.planning.fit import (
     setting_for,
 )
 from fullspan.planning.hardware import GIB
-from fullspan.planning.memory import Memory
+from fullspan.planning.memory import Memory, host_bytes
 from fullspan.planning.model_cost import (
     PASSES,
     active_parameters,
@@ -106,6 +106,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "peak_bytes": peak.total,
             "peak_stage": peak.stage,
             "peak_phase": peak.name,
+            "host_bytes": host_bytes(case),
             "stages": {
                 phase.stage: {"phase": phase.name, "bytes": phase.total, "items": dict(phase.items)}
                 for phase in plan.memory.stages
@@ -199,6 +200,12 @@ def _memory(plan: Plan) -> list[str]:
     rows.append(("total", f"{_gib(peak.total, 2)}", f"of {_gib(plan.gpu.memory)}: {verdict}"))
     stages = ", ".join(f"{s.stage} {_gib(s.total)}" for s in plan.memory.stages)
     lines = [title, *_table(rows), f"peak of each stage, GiB: {stages}"]
+    if host := host_bytes(plan.case):
+        ranks = min(plan.case.world, plan.case.links.ranks_per_node)
+        lines.append(
+            f"pinned host memory for layer inputs, GiB: {_gib(host)} a rank and pack, "
+            f"{_gib(ranks * host)} a node of {ranks}"
+        )
     longest = longest_pack(plan)
     return [*lines, f"longest pack that fits this split: {longest:,} rows"]
 
@@ -250,6 +257,8 @@ def _rates(plan: Plan) -> list[str]:
     links = plan.case.links
     rows = [(part, _rate(part, rate.value), rate.source) for part, rate in plan.gpu.rates.items()]
     rows.append(("NVLink", f"{links.nvlink / 1e9:.0f} GB/s", "assumed: 2/3 of 450 each way"))
+    if plan.case.run.train.offload_inputs:
+        rows.append(("host", f"{links.host / 1e9:.0f} GB/s", "assumed: 4/5 of PCIe 5.0 x16"))
     rows.append(("network", f"{links.network / 1e9:.0f} GB/s", "assumed: 4/5 of 400 Gbit/s a GPU"))
     return ["rates behind the seconds", *_table([("part", "rate", "source"), *rows])]
 

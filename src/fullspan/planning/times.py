@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from fullspan.planning.case import Case
 from fullspan.planning.hardware import Gpu, Links
+from fullspan.planning.memory import host_bytes
 from fullspan.planning.model_cost import (
     PASSES,
     Flops,
@@ -63,6 +64,9 @@ class Times:
             place = hidden if transfer.item in OVERLAPPED else exposed
             seconds = place[transfer.phase].get(transfer.item, 0.0)
             place[transfer.phase][transfer.item] = seconds + link_seconds(transfer, case.links)
+        if host := host_bytes(case):
+            for phase in ("forward", "recompute"):
+                hidden[phase]["layer inputs"] = host / case.links.host
         update = sum(exposed.pop("step").values())
         return cls(
             compute={phase: _compute(case, gpu, traffic, counted, phase) for phase in PASSES},

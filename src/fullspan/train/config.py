@@ -45,6 +45,7 @@ class LoopConfig:
     accumulation      packs a step (microbatches)
     seed              of the global random generators; data and adapters have their own
     recompute         run each layer again in the backward pass instead of keeping its activations
+    offload_inputs    with recompute: the layers' inputs wait in pinned host memory, not on the GPU
     eval_every        steps between evaluations; 0: only before the first step and at the end
     log_every         steps between console lines
     tensorboard       also write TensorBoard files
@@ -56,6 +57,7 @@ class LoopConfig:
     accumulation: int = 1
     seed: int = 0
     recompute: bool = True
+    offload_inputs: bool = False
     eval_every: int = 0
     log_every: int = 1
     tensorboard: bool = False
@@ -66,6 +68,11 @@ class LoopConfig:
         for name, least in (("steps", 1), ("accumulation", 1), ("log_every", 1), ("eval_every", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}: it must be >= {least}")
+        if self.offload_inputs and not self.recompute:
+            raise ConfigError(
+                "train.offload_inputs is true, but without recompute layers keep more than their "
+                "inputs: set train.recompute = true, or train.offload_inputs = false"
+            )
         if not self.output_dir:
             raise ConfigError("train.output_dir is empty: name a folder for the run")
         if not self.timeout_seconds > 0:

@@ -31,6 +31,7 @@ from fullspan.data.loader import PackLoader
 from fullspan.data.packing import Pack
 from fullspan.errors import CheckpointError, ConfigError
 from fullspan.lora.inject import inject, trainable_parameters
+from fullspan.models.common.host_inputs import HostMemory
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.parallel.mesh import Mesh
@@ -128,6 +129,8 @@ def open_session(config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
 def adapt(model: DsaForCausalLM, config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
     """`open_session` on a model that is there already."""
     adapted = inject(model, config.lora, mesh.device)
+    if config.train.offload_inputs:
+        model.model.host = HostMemory(mesh.device)
     session = Session(
         model,
         trainable_parameters(model),

@@ -65,7 +65,7 @@ def test_what_does_not_fit_names_items_and_settings(found):
     text = search_text(found["h100", 2], 2)
     assert "none of 8 splits of 2 GPUs fits: h100 with 79.1 GiB" in text
     assert re.search(r"routed experts +337\.6 +use more GPUs and raise parallel\.ep", text)
-    assert re.search(r"saved layer inputs +58\.5 +raise parallel\.cp \(more GPUs\) or lower", text)
+    assert re.search(r"saved layer inputs +58\.5 +set train\.offload_inputs = true", text)
     more = int(re.search(r"fits (\d+) GPUs", text)[1])
     assert more == 16
     spread = closest.case.split(more, cp=more, ep=more)
@@ -93,7 +93,8 @@ def test_every_item_of_a_plan_has_a_setting():
     whole = case.split(8, shard_weights=False)
     assert setting_for("other frozen weights", whole) == "set parallel.shard_weights = true"
     replicas = case.split(8, dp=2, cp=4)
-    assert setting_for("saved layer inputs", replicas).startswith("trade parallel.dp")
+    assert setting_for("saved layer inputs", replicas) == "set train.offload_inputs = true"
+    assert setting_for("saved selections", replicas).startswith("trade parallel.dp")
 
 
 @pytest.mark.parametrize("config", ["glm52_131k_8xh200", "glm52_131k_32xh200", "glm52_1m_32xh200"])

@@ -10,6 +10,7 @@ import torch
 from fullspan.checkpoint.load import load_model
 from fullspan.lora.config import LoraConfig
 from fullspan.lora.inject import inject, trainable_parameters
+from fullspan.models.common.host_inputs import PIECE_BYTES
 from fullspan.models.dsa.attention import Angles
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.backend import resolve
@@ -23,10 +24,12 @@ from fullspan.planning import memory
 from fullspan.planning.activations import Layer
 from fullspan.planning.case import Case
 from fullspan.planning.memory import (
+    HOST_PIECE,
     Memory,
     final_norm_bytes,
     frozen_bytes,
     held_elements,
+    host_bytes,
     kept_between_layers,
     phases,
 )
@@ -279,3 +282,21 @@ def test_one_node_at_131k():
     peak = Memory.of(case).peak.total
     assert known / 1e9 == pytest.approx(112, abs=1)
     assert known < 118e9 < peak < 141e9
+
+
+def test_inputs_that_wait_on_the_host(glm):
+    """The newest input is on the device, and on the way back the next one; all but the last are in
+    pieces of host memory."""
+    case = case_of(glm, "bfloat16", EVERY_TARGET, train={"offload_inputs": True})
+    away, here = case, case_of(glm, "bfloat16", EVERY_TARGET)
+    size, last = Layer.all(case)[0].input(), case.model.num_hidden_layers - 1
+    assert kept_between_layers(away)[last]["saved layer inputs"] == size
+    assert kept_between_layers(here)[last]["saved layer inputs"] == (last + 1) * size
+    found = {(p.stage, p.name): p.items.get("saved layer inputs", 0) for p in phases(away)}
+    assert found["forward", f"layer {last}, attention"] == found["head", "head and loss"] == size
+    assert found["backward", f"layer {last}, attention"] == 2 * size
+    assert found["backward", "layer 0, attention"] == size
+    assert HOST_PIECE == PIECE_BYTES > size and host_bytes(here) == 0
+    assert host_bytes(away) == last * PIECE_BYTES
+    million = glm_case("glm52_1m_32xh200", "--train.offload_inputs", "true")
+    assert host_bytes(million) / 1e9 == pytest.approx(77 * 32_768 * 6144 * 2 / 1e9, rel=1e-6)

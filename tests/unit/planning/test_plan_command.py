@@ -122,7 +122,7 @@ def test_out_of_memory_names_items_and_settings():
     assert "\n" not in line
     assert re.match(r"the plan of this run peaks at 1\d\d\.\d GiB of 139\.0 GiB, in ", line)
     assert "routed experts 84.4 GiB (use more GPUs and raise parallel.ep with them)" in line
-    assert "saved layer inputs 14.6 GiB (raise parallel.cp (more GPUs) or lower data.pack" in line
+    assert "saved layer inputs 14.6 GiB (set train.offload_inputs = true)" in line
 
 
 def test_out_of_memory_without_a_plan_says_why():

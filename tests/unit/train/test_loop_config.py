@@ -24,6 +24,12 @@ def test_a_bad_setting_is_named(setting, value):
         LoopConfig(**{"steps": 1, "output_dir": "runs/x", setting: value})
 
 
+def test_offloading_needs_recompute():
+    with pytest.raises(ConfigError, match=r"set train\.recompute = true") as caught:
+        LoopConfig(steps=1, output_dir="runs/x", recompute=False, offload_inputs=True)
+    assert "\n" not in str(caught.value)
+
+
 def test_places_and_what_only_rounds_may_change(tiny_checkpoints, tmp_path):
     model = tiny_checkpoints["glm_moe_dsa"]
     (tmp_path / "link").symlink_to(model)

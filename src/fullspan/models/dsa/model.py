@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from fullspan.models.common.host_inputs import HostInputs, HostMemory
 from fullspan.models.common.linear import Linear
 from fullspan.models.common.mlp import GatedMLP
 from fullspan.models.common.moe import GroupedExperts, MixtureOfExperts, Router
@@ -68,13 +69,17 @@ class LanguageModelHead(Linear):
 
 
 class DsaModel(nn.Module):
-    """Embedding, layers and final norm."""
+    """Embedding, layers and final norm.
+
+    host: where the inputs of recomputed layers wait for the backward pass; None: on the device.
+    """
 
     def __init__(
         self, config: DsaConfig, options: OpOptions, *, recompute: bool, experts: range
     ) -> None:
         super().__init__()
         self.recompute = recompute
+        self.host: HostMemory | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.requires_grad_(False)
         layers = range(config.num_hidden_layers)
@@ -91,11 +96,12 @@ class DsaModel(nn.Module):
         angles = Angles(*rope_angles(sequence.positions, inv_freq.to(tokens.device), factor))
         hidden = weights.run(0, self.embed_tokens, tokens)
         selection: Selection | None = None
+        inputs = None if self.host is None else HostInputs(self.host, len(self.layers))
         for index, layer in enumerate(self.layers):
             run = partial(_run_layer, weights, index + 1, layer, angles, sequence, selection)
             if self.recompute and torch.is_grad_enabled():
                 trained = [p for p in layer.parameters() if p.requires_grad]
-                hidden, selection = run_recomputed(run, hidden, trained)
+                hidden, selection = run_recomputed(run, hidden, trained, inputs)
             else:
                 hidden, selection = run(hidden, None)
         return self.norm(hidden)
