@@ -14,6 +14,7 @@ from fullspan.planning.model_cost import Adapter, stored_bytes, unit_shares
 
 HOST_PIECE = 64 << 20  # models/common/host_inputs.py (a test compares them)
 
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """Bytes by item at one point of a step. stage: forward, head, recompute, backward or update."""
