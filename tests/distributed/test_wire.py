@@ -154,12 +154,11 @@ def expected(settings: dict, ranks: list[dict], rank: int) -> Counter:
             for (phase, item), count in budget.items():
                 bytes_of[phase, unit, item] += count
         # Each unit is gathered while the one before it, in the order of the pass, runs.
-        if microbatch == 0:
-            bytes_of["forward", 0, "weights"] += shares[0]
+        bytes_of["forward", 0, "weights"] += shares[0]
         for unit in (0, *layers):
             bytes_of["forward", unit, "weights"] += shares[unit + 1]
         bytes_of["recompute", layers[-1], "weights"] += shares[layers[-1]]
-        for unit in layers:
+        for unit in layers[1:]:  # the embedding does not run backward
             bytes_of["recompute", unit, "weights"] += shares[unit - 1]
     return +bytes_of
 

@@ -126,7 +126,8 @@ class ShardedWeights(WeightStore):
         gathered = pending.wait()
         following = unit - 1 if backward else unit + 1
         self._ahead.clear()
-        if 0 <= following < len(self.units):
+        # Backward, unit 0 (the embedding) does not run: it would lie there for a whole step.
+        if (1 if backward else 0) <= following < len(self.units):
             self._ahead[following] = self._start(following)
         views = self.units[unit].views(gathered)
         names = self._module_names(unit, module)

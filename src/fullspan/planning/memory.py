@@ -141,7 +141,12 @@ def _changing(case: Case) -> Iterator[tuple[str, str, dict[str, int]]]:
             whole = gathered(unit, unit + 1)
             changing = {**resident, "adapter gradients": before, **kept, **whole, **items}
             yield "forward", f"layer {number}, {name}", changing
-        back = {**resident, "adapter gradients": gradients, **kept, **gathered(unit, unit - 1)}
+        back = {
+            **resident,
+            "adapter gradients": gradients,
+            **kept,
+            **gathered(*range(max(unit - 1, 1), unit + 1)),
+        }
         if number < _first_adapted(case):
             continue
         if case.run.train.offload_inputs and number > _first_adapted(case):

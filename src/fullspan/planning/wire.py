@@ -160,16 +160,18 @@ class Traffic:
 
     def _weights(self, recompute: bool) -> Iterator[Transfer]:
         """Each unit is gathered while the one before it, in the order of the pass, runs: the
-        transfer counts for the unit that runs. The first of a step has none before it."""
+        transfer counts for the unit that runs. The embedding has none before it, and does not run
+        in the backward pass."""
         case = self.case
         if not case.run.parallel.shard_weights or case.world == 1:
             return
         shares = unit_shares(case.model, case.form, case.world)
         last = case.model.num_hidden_layers
-        moves = [("forward", unit, shares[unit + 1]) for unit in range(last + 1)]
+        moves = [("forward", 0, shares[0])]
+        moves += [("forward", unit, shares[unit + 1]) for unit in range(last + 1)]
         if recompute:
             moves.append(("recompute", last, shares[last]))
-            moves += [("recompute", unit, shares[unit - 1]) for unit in range(1, last + 1)]
+            moves += [("recompute", unit, shares[unit - 1]) for unit in range(2, last + 1)]
         for phase, unit, share in moves:
             received = (case.world - 1) * share
             yield Transfer(

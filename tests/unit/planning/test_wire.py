@@ -40,10 +40,11 @@ def test_bytes_of_every_layer_and_pass(glm, ep, dtype):
         for (phase, item), count in budget.items():
             wanted[phase, unit, item] += count
     # Each unit is gathered while the one before it, in the order of the pass, runs.
+    wanted["forward", 0, "weights"] += shares[0]
     for unit in (0, *layers):
         wanted["forward", unit, "weights"] += shares[unit + 1]
     wanted["recompute", layers[-1], "weights"] += shares[layers[-1]]
-    for unit in layers:
+    for unit in layers[1:]:
         wanted["recompute", unit, "weights"] += shares[unit - 1]
     planned: Counter = Counter()
     for transfer in Traffic(case).transfers:
