@@ -59,12 +59,27 @@ def test_it_reports_memory_time_traffic_and_a_fit(config, tmp_path, capsys) -> N
     assert {"indexer forward", "head forward", "update step", "loopback forward"} <= parts
     assert "indexer recompute" not in parts
     assert found["seconds_of_step"] == pytest.approx(found["seconds_by_the_host"], rel=0.05)
-    assert found["fit"]["rows"] == [64, 96, 128] and found["fit"]["r2"] > 0.9
+    _check_peaks(found)
     fields = json.loads((config.parent / "alone" / "config.json").read_text())
     width, layers = fields["kv_lora_rank"] + fields["qk_rope_head_dim"], fields["num_hidden_layers"]
     # From the other rank, in bfloat16, for every layer forward and again for its recompute.
     assert found["wire"]["all_gather of the latent"]["bytes"] == 2 * layers * 128 * width * 2
     assert plot.stat().st_size > 0
+
+
+def _check_peaks(found) -> None:
+    """The whole step's peak is that of its highest place and stage."""
+    places, fits = found["peak_by_place"], found["fits"]
+    assert max(places.values()) == found["peak_allocated"] == fits["all"]["peak_allocated"][-1]
+    assert set(fits) == {"all", "forward", "head", "recompute", "backward", "update"}
+    for fit in fits.values():
+        assert fit["rows"] == [64, 96, 128]
+    stages = [fits[name]["peak_allocated"] for name in fits if name != "all"]
+    assert [max(peaks) for peaks in zip(*stages, strict=True)] == fits["all"]["peak_allocated"]
+    assert fits["backward"]["r2"] > 0.99 and fits["update"]["bytes_per_row"] < 100
+    assert places["head forward"] == fits["head"]["peak_allocated"][-1]
+    assert found["foretold_peak"] == pytest.approx(found["peak_allocated"], rel=0.1)
+    assert places["update step"] < places["attention backward"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     from fullspan.planning.case import Assumptions, Case
     from fullspan.planning.linear_fit import plot_fit
     from fullspan.planning.rehearsal_report import rehearsal_json, rehearsal_text
-    from fullspan.planning.rehearse import RehearsalOptions, even_lengths, rehearse
+    from fullspan.planning.rehearse import RehearsalOptions, fit_lengths, rehearse
 
     assumed = Assumptions(imbalance=args.imbalance, document=args.document, trained=args.trained)
     lengths = args.lengths or []
     if args.fit and not lengths:
-        lengths = even_lengths(Case.load(config, world=args.world), args.fit)
+        lengths = fit_lengths(Case.load(config, world=args.world), args.fit)
     options = RehearsalOptions(
         rank=args.rank,
         world=args.world,
@@ -83,15 +84,20 @@ def run(args: argparse.Namespace) -> int:
         assumed=assumed,
     )
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    found = rehearse(config, options, device, lambda line: print(line, file=sys.stderr))
+    begin = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - begin:6.1f} s  {line}", file=sys.stderr, flush=True)
+
+    found = rehearse(config, options, device, say)
     print(rehearsal_text(found))
     if args.json is not None:
         try:
             args.json.write_text(json.dumps(rehearsal_json(found), indent=2) + "\n", "utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {args.json}: {error.strerror} (--json)") from None
-    if args.plot is not None and found.fit is not None:
-        plot_fit(found.fit, args.plot, f"rank {found.rank} of {found.case.world}")
+    if args.plot is not None and found.fits:
+        plot_fit(found.fits["all"], args.plot, f"rank {found.rank} of {found.case.world}")
     return 1 if found.unrepeated else 0
 
 

@@ -1,4 +1,5 @@
-"""Where the time of a step goes: marks at the borders of the model's parts, through hooks.
+"""Where the time and the memory of a step go: marks at the borders of the model's parts, through
+hooks.
 
 A mark says what begins; a part lasts until the next mark. On a GPU a mark is an event in the
 stream, so what is counted is the GPU's time with its waits for the host; on a CPU it is the clock.
@@ -30,6 +31,7 @@ from fullspan.models.common.weights import WeightStore
 from fullspan.models.dsa.attention import Indexer, SparseLatentAttention
 from fullspan.models.dsa.model import DsaForCausalLM, LanguageModelHead
 from fullspan.parallel.loopback import Traffic, Transfer
+from fullspan.planning.measure import Meter
 from fullspan.shapes import Tensor
 
 PARTS = (
@@ -38,6 +40,9 @@ PARTS = (
 PASSES = ("forward", "recompute", "backward", "step")
 
 Place = tuple[str, str]  # part, pass
+# Where the memory of a step can peak; each of them grows evenly with the rows.
+STAGES = ("forward", "head", "recompute", "backward", "update")
+KEPT_AT = ("head", "backward")  # what is allocated when this begins, the forward pass left
 _OF_MODULE: dict[type[nn.Module], str] = {
     SparseLatentAttention: "attention",
     Indexer: "indexer",
@@ -48,11 +53,29 @@ _OF_MODULE: dict[type[nn.Module], str] = {
 }
 
 
-class Timeline:
-    """Marks of one device between `start` and `stop`; outside they cost nothing."""
+def named(place: Place) -> str:
+    """As a Meter calls it."""
+    return " ".join(place)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+
+def stages(peaks: Mapping[str, int]) -> dict[str, int]:
+    """The peaks of a Usage by stage."""
+    found: dict[str, int] = {}
+    for place, peak in peaks.items():
+        part, which = place.split(" ")
+        stage = {"step": "update"}.get(which, which)
+        if part == "head" and which == "forward":
+            stage = "head"
+        found[stage] = max(found.get(stage, 0), peak)
+    return found
+
+
+class Timeline:
+    """Marks of one device between `start` and `stop`; outside they cost nothing. meter: gets every
+    mark, too."""
+
+    def __init__(self, device: torch.device, meter: Meter) -> None:
+        self._device, self._meter = device, meter
         self._marks: list[tuple[Any, Place]] = []
         self._running = False
         self.place: Place = ("other", "forward")
@@ -64,6 +87,7 @@ class Timeline:
     def enter(self, part: str, which: str | None = None) -> None:
         """From here on it is this part; of the pass that was, unless another is named."""
         self.place = (part, which or self.place[1])
+        self._meter.mark(named(self.place))
         if self._running:
             self._marks.append((self._now(), self.place))
 

@@ -11,14 +11,16 @@ from fullspan import __version__
 from fullspan.parallel.loopback import Transfer
 from fullspan.planning import wire
 from fullspan.planning.hardware import GIB, Links, gpu
+from fullspan.planning.linear_fit import LinearFit
 from fullspan.planning.memory import Memory
-from fullspan.planning.phases import PARTS, PASSES
+from fullspan.planning.phases import PARTS, PASSES, named
 from fullspan.planning.rehearse import Rehearsal
 from fullspan.planning.report import split_name
 from fullspan.planning.times import Times, link_seconds
 
 GPUS = ("h200", "h100", "b200")
 RATES = Path("benchmarks/results")  # as for `fullspan plan`
+_MIB = 1 << 20
 # Of a plan: what is not given out by PyTorch's allocator.
 _OUTSIDE = ("allocator slack", "CUDA context", "NCCL buffers")
 
@@ -37,6 +39,9 @@ def rehearsal_text(found: Rehearsal) -> str:
     if found.rank != case.world - 1:
         lines.append("of contiguous rows the last rank has the most work for the indexer")
     lines += ["", "memory", *_columns(_memory(found))]
+    if found.usage.peaks:
+        lines += ["", f"{_memory_unit(found)[1]} at most allocated, by part and pass"]
+        lines += _columns(_places(found))
     lines += ["", "seconds of a step by part and pass", *_columns(_seconds(found))]
     work = sum(found.seconds.values()) - _of_part(found, "loopback")
     lines.append(f"  {work:.3f} s without the loopback group's copies")
@@ -53,11 +58,15 @@ def rehearsal_text(found: Rehearsal) -> str:
     )
     if found.usage.flops is not None:
         lines += ["", f"{found.usage.flops:.4g} FLOPs of matrix products in a step, counted"]
-    if found.fit is not None:
+    if found.fits:
         lines += ["", "peak over rows", *_columns(_fit(found))]
-        fit = found.fit
-        line = f"{fit.base / (1 << 20):,.2f} MiB + {fit.slope / 1024:.2f} KiB a row"
-        lines.append(f"  {line}, R² {fit.r2:.6f}")
+        lines += ["", "lines through the peaks of each stage", *_columns(_stages(found))]
+        foretold, rows = foretold_peak(found), found.case.rows
+        off = 100 * (foretold / found.fits["all"].measured[-1] - 1)
+        lines.append(
+            f"  those of the shorter packs foretell {foretold / _MIB:,.2f} MiB at {rows:,} rows "
+            f"({off:+.2f} %)"
+        )
     if found.unrepeated is not None:
         lines += ["", _repeat(found.unrepeated)]
     return "\n".join(lines)
@@ -65,7 +74,7 @@ def rehearsal_text(found: Rehearsal) -> str:
 
 def rehearsal_json(found: Rehearsal) -> dict[str, Any]:
     """Every figure: one row of a results file. Bytes and seconds."""
-    case, fit = found.case, found.fit
+    case = found.case
     return {
         "rehearsal": {"rank": found.rank, "world": case.world, "dp": case.dp, "cp": case.cp,
                       "ep": case.ep, "shard_weights": case.run.parallel.shard_weights},
@@ -81,6 +90,8 @@ def rehearsal_json(found: Rehearsal) -> dict[str, Any]:
         "peak_allocated": found.peak,
         "peak_reserved": found.usage.reserved,
         "peak_by_item": memory_items(found),
+        "peak_by_place": {place: found.before + p for place, p in found.usage.peaks.items()},
+        "host_bytes": found.host,
         "plan_peak_allocated": planned_bytes(found),
         "plan_by_item": dict(Memory.of(case).peak.items),
         "seconds": {f"{part} {which}": s for (part, which), s in found.seconds.items()},
@@ -90,10 +101,11 @@ def rehearsal_json(found: Rehearsal) -> dict[str, Any]:
         "plan_seconds": planned_seconds(found),
         "flops": found.usage.flops,
         "wire": {what: {"bytes": size, "seconds": s} for what, (size, s) in wire_items(found)},
-        "fit": None if fit is None else {
+        "fits": {name: {
             "rows": list(fit.rows), "peak_allocated": list(fit.measured), "base": fit.base,
             "bytes_per_row": fit.slope, "r2": fit.r2, "residuals": fit.residuals,
-        },
+        } for name, fit in found.fits.items()},
+        "foretold_peak": foretold_peak(found) if found.fits else None,
         "unrepeated": None if found.unrepeated is None else list(found.unrepeated),
     }  # fmt: skip
 
@@ -153,13 +165,29 @@ def _link_seconds(transfer: Transfer, links: Links) -> float:
     )
 
 
+def foretold_peak(found: Rehearsal) -> float:
+    """Of the run's own rows, by the lines through the shorter packs alone: the highest stage."""
+    lines = [LinearFit.of(fit.rows[:-1], fit.measured[:-1]) for fit in _of_stages(found).values()]
+    return max(line.at(found.case.rows) for line in lines)
+
+
+def _of_stages(found: Rehearsal) -> dict[str, LinearFit]:
+    return {name: fit for name, fit in found.fits.items() if name != "all"}
+
+
+def _memory_unit(found: Rehearsal) -> tuple[int, str]:
+    return (GIB, "GiB") if found.peak >= GIB else (_MIB, "MiB")
+
+
 def _memory(found: Rehearsal) -> Iterator[Sequence[str]]:
-    unit, name = (GIB, "GiB") if found.peak >= GIB else (1 << 20, "MiB")
+    unit, name = _memory_unit(found)
     planned = planned_bytes(found)
     sizes = {**memory_items(found), "peak allocated": found.peak}
     if found.usage.reserved is not None:
         sizes["peak reserved"] = found.usage.reserved
     sizes[f"the plan's peak allocated ({100 * (planned / found.peak - 1):+.1f} %)"] = planned
+    if found.host:
+        sizes["pinned host memory"] = found.host
     yield "item", name
     for item, size in sizes.items():
         yield item, f"{size / unit:.3f}"
@@ -184,13 +212,30 @@ def _wire(found: Rehearsal) -> Iterator[Sequence[str]]:
     yield "all", f"{sizes / 1e9:.4f}", f"{seconds:.4f}"
 
 
+def _places(found: Rehearsal) -> Iterator[Sequence[str]]:
+    unit, _ = _memory_unit(found)
+    yield "part", *PASSES
+    for part in PARTS:
+        peaks = [found.usage.peaks.get(named((part, which))) for which in PASSES]
+        if any(peak is not None for peak in peaks):
+            yield part, *("-" if p is None else f"{(found.before + p) / unit:.3f}" for p in peaks)
+
+
 def _fit(found: Rehearsal) -> Iterator[Sequence[str]]:
-    fit = found.fit
-    assert fit is not None
-    yield "rows", "peak, MiB", "line, MiB", "residual, MiB", "%"
-    for rows, size, left in zip(fit.rows, fit.measured, fit.residuals, strict=True):
-        shown = [f"{mib / (1 << 20):,.2f}" for mib in (size, fit.at(rows), left)]
-        yield f"{rows:,}", *shown, f"{100 * left / size:.3f}"
+    fit, stages = found.fits["all"], _of_stages(found)
+    yield "rows", "peak, MiB", "line, MiB", "residual, MiB", "%", "in"
+    for n, (rows, size, left) in enumerate(zip(fit.rows, fit.measured, fit.residuals, strict=True)):
+        shown = [f"{mib / _MIB:,.2f}" for mib in (size, fit.at(rows), left)]
+        highest = max(stages, key=lambda name: stages[name].measured[n])
+        yield f"{rows:,}", *shown, f"{100 * left / size:.3f}", highest
+
+
+def _stages(found: Rehearsal) -> Iterator[Sequence[str]]:
+    yield "stage", "MiB", "KiB a row", "R²", "largest residual, MiB"
+    for name, fit in found.fits.items():
+        left = max(map(abs, fit.residuals)) / _MIB
+        figures = f"{fit.base / _MIB:,.2f}", f"{fit.slope / 1024:.2f}", f"{fit.r2:.6f}"
+        yield name, *figures, f"{left:.2f}"
 
 
 def _repeat(unrepeated: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ A rehearsed step is one pack of this rank and an optimizer step, whatever train.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -30,8 +30,18 @@ from fullspan.parallel.sequence import Partition
 from fullspan.parallel.shard import FlatUnit, ShardedWeights
 from fullspan.planning.case import Assumptions, Case
 from fullspan.planning.linear_fit import LinearFit
-from fullspan.planning.measure import Usage, measure
-from fullspan.planning.phases import Place, TimedTraffic, Timeline, follow, medians
+from fullspan.planning.measure import Meter, Usage
+from fullspan.planning.phases import (
+    KEPT_AT,
+    STAGES,
+    Place,
+    TimedTraffic,
+    Timeline,
+    follow,
+    medians,
+    named,
+    stages,
+)
 from fullspan.planning.report import explain_out_of_memory
 from fullspan.planning.stand_in import SyntheticRanks, Values, random_model, synthetic_pack
 from fullspan.shapes import Tensor
@@ -78,12 +88,14 @@ class Rehearsal:
 
     ops        with the backends that ran
     usage      above the resident bytes
+    host       bytes of host memory for layer inputs
     resident   bytes by item that are there all the time
     gradients  bytes of the adapters' gradients, which come during the backward pass
     kept       bytes that the forward pass leaves for the backward pass
     seconds    by part and pass; wall: of the whole step by the host's clock
     transfers  every exchange
-    fit        of peaks over rows; None where no lengths were asked for
+    fits       of peaks over rows, of a whole step ("all") and of each stage; none where no lengths
+               were asked for
     unrepeated names of what was not the same bits in a second run; None: there was none
     """
 
@@ -99,14 +111,19 @@ class Rehearsal:
     seconds: Mapping[Place, float]
     wall: float
     transfers: Sequence[Transfer]
-    fit: LinearFit | None = None
+    host: int = 0
+    fits: Mapping[str, LinearFit] = field(default_factory=dict)
     unrepeated: Sequence[str] | None = None
 
     @property
     def peak(self) -> int:
         """Most bytes that PyTorch's allocator had given out."""
-        before = sum(self.resident.values()) if self.usage.before is None else self.usage.before
-        return before + self.usage.peak
+        return self.before + self.usage.peak
+
+    @property
+    def before(self) -> int:
+        """What is allocated between two steps."""
+        return sum(self.resident.values()) if self.usage.before is None else self.usage.before
 
 
 def rehearse(
@@ -145,7 +162,8 @@ class Stage:
         self.case, self.rank, self.device = case, rank, device
         self.doing = "it loads the weights"
         self.values = Values(device)
-        self.timeline = Timeline(device)
+        self.meter = Meter(device)
+        self.timeline = Timeline(device, self.meter)
         self.traffic = TimedTraffic(self.timeline)
         dtype = DTYPES[case.run.model.dtype]
         index = case.model.index_n_heads * case.model.index_head_dim * dtype.itemsize
@@ -179,8 +197,8 @@ class Stage:
         say(f"rank {self.rank} of {self.case.world}: loading the weights")
         session = self.open()
         resident = resident_bytes(session, self.others.units)
-        length, base = self.case.pack, self._allocated()
-        peaks = self._peaks(session, options.lengths, sum(resident.values()), say)
+        length = self.case.pack
+        usages = self._shorter(session, options.lengths, say)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # so that what is reserved is what this length needs
         for turn in range(options.warmup):
@@ -188,15 +206,12 @@ class Stage:
             self.doing = "it warms up"
             self.step(session, length)
         self.doing = f"it runs a step of {length:,} tokens"
-        forward = measure(self.device, lambda: self._forward(session, length))
-        # A unit that the last step gathered for this one was there before and no longer is.
-        kept = forward.kept if forward.before is None else forward.before + forward.kept - base
         self.traffic.transfers.clear()
         usage, seconds, walls = self._measured(session, length, options.steps)
         transfers = self._of_one_step(len(walls))
         say(f"a step takes {median(walls):.3f} s")
         unrepeated = self.unrepeated(session, length) if options.repeat else None
-        found = Rehearsal(
+        return Rehearsal(
             case=self.case,
             rank=self.rank,
             device=_device_name(self.device),
@@ -205,17 +220,14 @@ class Stage:
             usage=usage,
             resident=resident,
             gradients=_bytes(session.adapters.values()),
-            kept=kept,
+            kept=usage.entered[named(KEPT_AT)],
             seconds=seconds,
             wall=median(walls),
             transfers=transfers,
+            host=0 if session.model.model.host is None else session.model.model.host.allocated,
+            fits=self._fits({**usages, length: usage}, sum(resident.values())) if usages else {},
             unrepeated=unrepeated,
         )
-        if not peaks:
-            return found
-        lengths = [*peaks, length]
-        rows = [each // self.case.cp for each in lengths]
-        return replace(found, fit=LinearFit.of(rows, [*peaks.values(), found.peak]))
 
     def step(self, session: Session, length: int) -> float:
         """One pack of `length` rows and an optimizer step; its loss."""
@@ -251,9 +263,6 @@ class Stage:
             latent_norm_eps=eps, mesh=mesh, shard_weights=shard,
         )  # fmt: skip
 
-    def _forward(self, session: Session, length: int) -> Tensor:
-        return session.forward(session.place(self._packs(length)[0]))
-
     def _backward(self, session: Session, length: int) -> float:
         return session.forward_backward(self._packs(length)).loss
 
@@ -287,11 +296,11 @@ class Stage:
                 walls.append(time.perf_counter() - begin)
 
         if self.device.type == "cuda":
-            usage = measure(self.device, timed)
+            usage = self.meter.measure(timed)
         else:
             timed()
             transfers = list(self.traffic.transfers)
-            usage = measure(self.device, lambda: self.step(session, length))
+            usage = self.meter.measure(lambda: self.step(session, length))
             self.traffic.transfers[:] = transfers
         return usage, medians(runs), walls
 
@@ -299,32 +308,41 @@ class Stage:
         every = self.traffic.transfers
         return every[: len(every) // steps]
 
-    def _peaks(
-        self, session: Session, lengths: Sequence[int], resident: int, say: Say
-    ) -> dict[int, int]:
-        """Peak bytes of a step by the pack's length, the run's own left out. They warm up, too."""
-        peaks: dict[int, int] = {}
+    def _shorter(self, session: Session, lengths: Sequence[int], say: Say) -> dict[int, Usage]:
+        """A step of each length but the run's own, after one of the shortest that warms up."""
+        found: dict[int, Usage] = {}
         for length in sorted(set(lengths) - {self.case.pack}):
             self.doing = f"it runs a step of {length:,} tokens"
-            used = measure(self.device, lambda length=length: self.step(session, length))
-            peaks[length] = (resident if used.before is None else used.before) + used.peak
-            say(f"{length:,} tokens: {peaks[length] / (1 << 20):,.1f} MiB")
-        return peaks
+            if not found:
+                self.step(session, length)
+            found[length] = self.meter.measure(lambda length=length: self.step(session, length))
+            say(f"{length:,} tokens: {found[length].peak / (1 << 20):,.1f} MiB for a step")
+        return found
 
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+    def _fits(self, usages: Mapping[int, Usage], resident: int) -> dict[str, LinearFit]:
+        """Lines through the peaks of a step, and of each of its stages, over the rows."""
+        rows = [length // self.case.cp for length in usages]
+        befores = [resident if u.before is None else u.before for u in usages.values()]
+        peaks = [{"all": usage.peak, **stages(usage.peaks)} for usage in usages.values()]
+        return {
+            name: LinearFit.of(rows, [b + peak[name] for b, peak in zip(befores, peaks)])
+            for name in ("all", *STAGES)
+            if all(name in peak for peak in peaks)
+        }
 
 
-def even_lengths(case: Case, count: int) -> list[int]:
-    """`count` packs of evenly growing length up to the run's own, each of which the ranks can
-    share.
+def fit_lengths(case: Case, count: int) -> list[int]:
+    """The run's own pack and `count` - 1 shorter ones, evenly up to half of it, each of which the
+    ranks can share.
 
     Raises:
         ConfigError: the pack is too short for that many.
     """
     multiple = case.run.parallel.pack_multiple(case.world)
-    lengths = {case.pack * (turn + 1) // count // multiple * multiple for turn in range(count)}
-    if len(lengths) < count or 0 in lengths:
+    shorter = max(1, count - 1)
+    steps = range(1, shorter + 1)
+    lengths = {case.pack * n // (2 * shorter) // multiple * multiple for n in steps} | {case.pack}
+    if len(lengths) <= shorter or 0 in lengths:
         raise ConfigError(
             f"data.pack_length is {case.pack}: {count} lengths that are multiples of {multiple} "
             "do not fit in it (option --lengths)"

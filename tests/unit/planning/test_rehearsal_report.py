@@ -7,7 +7,7 @@ from fullspan.parallel.loopback import Transfer
 from fullspan.planning.case import Case
 from fullspan.planning.measure import Usage
 from fullspan.planning.rehearsal_report import rehearsal_json, rehearsal_text
-from fullspan.planning.rehearse import Rehearsal, even_lengths
+from fullspan.planning.rehearse import Rehearsal, fit_lengths
 from fullspan.train.config import load_run_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -28,4 +28,4 @@ def test_it_is_set_beside_the_plan() -> None:
     assert row["peak_by_item"]["transient"] == 11 << 30
     assert row["plan_seconds"]["forward"] and row["seconds_of_loopback"] == 1.0
     assert row["wire"]["all_gather of the latent"] == {"bytes": 3 * 10**9, "seconds": 0.01}
-    assert even_lengths(case, 6)[-1] == 131_072
+    assert fit_lengths(case, 6) == [13_104, 26_208, 39_320, 52_424, 65_536, 131_072]
