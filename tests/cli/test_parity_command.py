@@ -8,11 +8,13 @@ import json
 import os
 import random
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fullspan.cli.main import main
 from fullspan.errors import DataError, LaunchError
@@ -23,7 +25,8 @@ from fullspan.parallel.collectives import PendingTensor
 from fullspan.parity.compare import TOLERANCES, Finding, compare
 from fullspan.parity.group import run_group
 from fullspan.parity.probe import PackSeen, RunSeen, StepSeen, set_hashes
-from fullspan.parity.splits import Split, every_split
+from fullspan.parity.row_blocks import RowBlocks
+from fullspan.parity.splits import Split, common_rows, every_split
 from fullspan.train.session import Session
 
 RUN = """
@@ -141,6 +144,59 @@ def test_noise_between_two_runs_is_found(folder, monkeypatch):
     code, findings = parity()
     assert code == 1
     assert findings[1, "bits"]["value"] > 2 and findings[1, "bits"]["where"] == "step 1, loss"
+
+
+class SumsByRows(TorchDispatchMode):
+    """A library whose products of many rows sum in another order than those of few."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default and args[0].shape[0] > 100:
+            half = args[0].shape[1] // 2
+            left, right = args[0].float().tensor_split([half], dim=1)
+            above, below = args[1].float().tensor_split([half], dim=0)
+            return (left @ above + right @ below).to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_equal_rows_tell_rounding_from_a_mistake(folder, monkeypatch):
+    forward_backward = Session.forward_backward
+
+    def rounded(self, *given):
+        modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, RowBlocks)]
+        with SumsByRows(), RowBlocks(modes[0].rows) if modes else nullcontext():
+            return forward_backward(self, *given)
+
+    monkeypatch.setattr(Session, "forward_backward", rounded)
+    words = ["--model.dtype", "bfloat16", "--partition", "contiguous,zigzag"]
+    code, plain = parity(*words)
+    assert code == 1 and plain[2, "logits"]["value"] > 3e-2
+    code, even = parity(*words, "--equal-rows")
+    assert code == 0 and even[2, "logits"]["value"] == even[2, "top-k"]["value"] == 0.0
+    assert even[2, "loss"]["value"] < 1e-7
+
+
+def test_row_blocks_change_no_value():
+    generator = torch.Generator().manual_seed(0)
+    rows, heads = (
+        torch.randn(24, 5, generator=generator),
+        torch.randn(3, 24, 5, generator=generator),
+    )
+    weight = torch.randn(7, 5, generator=generator).requires_grad_()
+    for x in (rows, heads, rows[:23]):
+        wanted = x @ weight.T
+        [gradient] = torch.autograd.grad(wanted.square().sum(), weight)
+        with RowBlocks(8):
+            got = x @ weight.T
+            [same] = torch.autograd.grad(got.square().sum(), weight)
+        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(same, gradient)
+
+
+def test_common_rows_divide_every_run_of_rows():
+    splits = [Split(), Split(cp=2, partition="zigzag"), Split(cp=3)]
+    assert common_rows(splits[:1], 96) == 96
+    assert common_rows(splits[:2], 96) == 24
+    assert common_rows(splits, 96) == 8
 
 
 # --------------------------------------------------------------------------------- the parts

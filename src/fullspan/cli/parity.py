@@ -55,6 +55,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME=VALUE",
         help="another bound for loss, logits, gradients or topk; can be repeated",
     )
+    parser.add_argument(
+        "--equal-rows",
+        action="store_true",
+        help="cut matrix products to as many rows on every split, so that they round alike",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     parser.set_defaults(run=run, overrides=[])
 
@@ -74,10 +79,15 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_run_config(args.config, args.overrides)
     splits = every_split(dp=args.dp, cp=args.cp, ep=args.ep, partition=args.partition)
-    options = ParityOptions(steps=args.steps, sample=args.sample, tolerance=args.tolerance)
+    options = ParityOptions(
+        steps=args.steps,
+        sample=args.sample,
+        tolerance=args.tolerance,
+        equal_rows=args.equal_rows,
+    )
     report = run_parity(config, splits, options, lambda line: print(line, file=sys.stderr))
     print(f"compared with {splits[0]}, {config.model.dtype}")
-    print(table(report))
+    print(table(report.findings))
     if args.json is not None:
         try:
             args.json.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ selected keys themselves and the logits. So what is kept does not grow with rows
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from fullspan.ops.selection import Selection
 from fullspan.parallel.collectives import gather_rows
 from fullspan.parallel.mesh import Mesh
 from fullspan.parallel.watch import Watch
+from fullspan.parity.row_blocks import RowBlocks
 from fullspan.shapes import Int32, Int64, Tensor
 from fullspan.train.config import RunConfig
 from fullspan.train.session import Microbatch, Session
@@ -85,26 +87,42 @@ def probe(
     config: RunConfig,
     steps: Sequence[Sequence[Pack]],
     sample: int,
+    block: int | None = None,
 ) -> RunSeen:
-    """Train on the packs of each of `steps` on this rank of config's split, see run_group. The
-    first step is run twice, from the same adapters, and compared.
+    """`watched_steps` of the configuration on this rank of its split, see run_group."""
+    session, _ = open_session(config, mesh_here(config, device))
+    return watched_steps(session, steps, sample, block)
 
-    sample: rows of a step whose logits and selected keys are kept, over all its packs.
-    """
+
+def mesh_here(config: RunConfig, device: torch.device) -> Mesh:
+    """The mesh of this rank among those that run_group has started."""
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     watch = Watch(rank=ranks[0], size=ranks[1], timeout_seconds=config.train.timeout_seconds)
-    mesh = Mesh.create(config.parallel, device, watch)
-    session, _ = open_session(config, mesh)
+    return Mesh.create(config.parallel, device, watch)
+
+
+def watched_steps(
+    session: Session, steps: Sequence[Sequence[Pack]], sample: int, block: int | None = None
+) -> RunSeen:
+    """Train on the packs of each of `steps`, from adapters whose every gradient is alive. The first
+    step is run twice, from the same adapters, and compared. The last makes no update.
+
+    sample: rows of a step whose logits and selected keys are kept, over all its packs.
+    block: rows of a matrix product, see RowBlocks; None: as many as there are.
+    """
     fill_lora_b(session.model)
     recorder = _Recorder(session, sample)
     unrepeated: list[str] = []
     seen: list[StepSeen] = []
-    for packs in steps:
-        seen.append(recorder.run(packs))
-        if len(seen) == 1:
-            session.zero_grad()
-            unrepeated = different(seen[0], recorder.run(packs))
-        session.optim_step()
+    with nullcontext() if block is None else RowBlocks(block):
+        for packs in steps:
+            if seen:
+                session.optim_step()
+            seen.append(recorder.run(packs))
+            if len(seen) == 1:
+                session.zero_grad()
+                unrepeated = different(seen[0], recorder.run(packs))
+    session.zero_grad()
     return RunSeen(steps=seen, unrepeated=unrepeated)
 
 

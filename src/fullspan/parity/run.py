@@ -21,7 +21,7 @@ from fullspan.models.dsa.config import DsaConfig
 from fullspan.parity.compare import TOLERANCES, Finding, Tolerances, compare, compare_bits
 from fullspan.parity.group import run_group
 from fullspan.parity.probe import RunSeen, join, probe
-from fullspan.parity.splits import Split
+from fullspan.parity.splits import Split, common_rows
 from fullspan.train.config import RunConfig
 
 SAMPLED_ROWS = 64
@@ -30,11 +30,13 @@ SAMPLED_ROWS = 64
 @dataclass(frozen=True, kw_only=True)
 class ParityOptions:
     """steps: of training, with their updates. sample: rows of a step whose logits and selected keys
-    are compared one by one. tolerance: "name=value" words over TOLERANCES of the model's dtype."""
+    are compared one by one. tolerance: "name=value" words over TOLERANCES of the model's dtype.
+    equal_rows: matrix products see as many rows on every split, see RowBlocks."""
 
     steps: int = 1
     sample: int = SAMPLED_ROWS
     tolerance: Sequence[str] = ()
+    equal_rows: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "sample"):
@@ -78,12 +80,13 @@ def run_parity(
     [steps] = run_group(
         1, first_steps, config, microbatches, options.steps, timeout_seconds=timeout
     )
+    block = common_rows(splits, config.data.pack_length) if options.equal_rows else None
     seconds: dict[Split, float] = {}
     with tempfile.TemporaryDirectory(prefix="fullspan-") as folder:
         paths = [Path(folder) / str(index) for index in range(len(splits))]
         for split, changed, path in zip(splits, configs, paths, strict=True):
             started = time.monotonic()
-            arguments = (changed, steps, options.sample)
+            arguments = (changed, steps, options.sample, block)
             parts = run_group(split.ranks, probe, *arguments, timeout_seconds=timeout)
             torch.save(parts, path)
             seconds[split] = time.monotonic() - started
@@ -130,7 +133,7 @@ def _compare_all(
     return findings, losses
 
 
-def table(report: ParityReport) -> str:
+def table(findings: Sequence[Finding]) -> str:
     """One line for each split and quantity, as the console shows it."""
     rows = [("split", "quantity", "worst", "allowed", "", "where")]
     rows += [
@@ -142,7 +145,7 @@ def table(report: ParityReport) -> str:
             "ok" if finding.passed else "FAILED",
             finding.where,
         )
-        for finding in report.findings
+        for finding in findings
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows]
@@ -162,6 +165,7 @@ def as_json(report: ParityReport) -> dict[str, Any]:
         "packs_per_step": report.packs_per_step,
         "steps": report.options.steps,
         "sampled_rows": report.options.sample,
+        "equal_rows": report.options.equal_rows,
         "splits": [
             asdict(split) | {"losses": losses, "seconds": round(report.seconds[split], 2)}
             for split, losses in report.losses.items()

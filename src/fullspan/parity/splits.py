@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 
 from fullspan.errors import ConfigError
-from fullspan.parallel.config import ep_fits
+from fullspan.parallel.config import PARTITIONS, ep_fits
 from fullspan.train.config import RunConfig
 
 
@@ -63,3 +64,8 @@ def every_split(
             "multiple of it); two are needed"
         )
     return list(splits)
+
+
+def common_rows(splits: Sequence[Split], length: int) -> int:
+    """The most rows of which every run of neighbouring rows that a rank holds is a multiple."""
+    return gcd(*(length // (split.cp * PARTITIONS[split.partition]) for split in splits))

@@ -174,14 +174,13 @@ class Stage:
             case.run.parallel, rank=rank, size=case.world, device=device,
             ranks_per_node=case.links.ranks_per_node, traffic=self.traffic, others=self.others,
         )  # fmt: skip
-        folder = Path(case.run.model.path)
-        self.random_weights = not any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir())
+        self.random_weights = not has_weights(Path(case.run.model.path))
 
     def open(self) -> Session:
         """The session of this rank, with adapters whose every gradient is alive."""
         run = self.case.run
         seed_generators(run.train.seed + self.rank)
-        model = self._model(run, self.mesh)
+        model = model_of(run, self.mesh, self.values)
         if isinstance(model.weights, ShardedWeights):
             self.others.units = model.weights.units
         session, _ = adapt(model, run, self.mesh)
@@ -247,21 +246,6 @@ class Stage:
             session.zero_grad()
         first, second = runs
         return [name for name, value in first.items() if not torch.equal(value, second[name])]
-
-    def _model(self, run: RunConfig, mesh: Mesh) -> DsaForCausalLM:
-        dtype = DTYPES[run.model.dtype]
-        folder, eps = Path(run.model.path), run.model.latent_norm_eps
-        options = resolve(run.ops, self.device, dtype, **op_widths(DsaConfig.load(folder)))
-        recompute, shard = run.train.recompute, run.parallel.shard_weights
-        if self.random_weights:
-            return random_model(
-                folder, self.values, dtype=dtype, options=options, recompute=recompute,
-                latent_norm_eps=eps, mesh=mesh, shard_weights=shard,
-            )  # fmt: skip
-        return load_model(
-            folder, dtype=dtype, device=self.device, options=options, recompute=recompute,
-            latent_norm_eps=eps, mesh=mesh, shard_weights=shard,
-        )  # fmt: skip
 
     def _backward(self, session: Session, length: int) -> float:
         return session.forward_backward(self._packs(length)).loss
@@ -329,6 +313,32 @@ class Stage:
             for name in ("all", *STAGES)
             if all(name in peak for peak in peaks)
         }
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder holds more than its config.json."""
+    return any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir())
+
+
+def model_of(run: RunConfig, mesh: Mesh, values: Values) -> DsaForCausalLM:
+    """A run's model on this rank: of its checkpoint or, where there is only a config.json, random.
+
+    Raises:
+        CheckpointError, ConfigError: the folder cannot be used.
+    """
+    dtype = DTYPES[run.model.dtype]
+    folder, eps = Path(run.model.path), run.model.latent_norm_eps
+    options = resolve(run.ops, mesh.device, dtype, **op_widths(DsaConfig.load(folder)))
+    recompute, shard = run.train.recompute, run.parallel.shard_weights
+    if not has_weights(folder):
+        return random_model(
+            folder, values, dtype=dtype, options=options, recompute=recompute,
+            latent_norm_eps=eps, mesh=mesh, shard_weights=shard,
+        )  # fmt: skip
+    return load_model(
+        folder, dtype=dtype, device=mesh.device, options=options, recompute=recompute,
+        latent_norm_eps=eps, mesh=mesh, shard_weights=shard,
+    )  # fmt: skip
 
 
 def fit_lengths(case: Case, count: int) -> list[int]:

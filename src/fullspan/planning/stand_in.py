@@ -45,8 +45,11 @@ class Values:
         self._normal = torch.randn(_BANK, generator=generator).clamp_(-4, 4)
         self._banks: dict[tuple[torch.dtype, float], Tensor] = {}
 
-    def fill(self, name: str, tensor: Tensor) -> None:
-        """What a frozen weight called `name` may hold, in place. `tensor` is contiguous."""
+    def fill(self, name: str, tensor: Tensor, part: int = 0) -> None:
+        """What a frozen weight called `name` may hold, in place. `tensor` is contiguous.
+
+        part: which of some equal parts of the weight it is, of experts that ranks share.
+        """
         if "norm" in name.rpartition(".")[0].rpartition(".")[2]:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
         elif name.endswith("_scale_inv"):
@@ -54,11 +57,11 @@ class Values:
         elif name.endswith("bias"):
             tensor.zero_()
         else:
-            self.normal(name, tensor, FP8_STD if tensor.dtype == E4M3 else WEIGHT_STD)
+            self.normal(name, tensor, FP8_STD if tensor.dtype == E4M3 else WEIGHT_STD, part)
 
-    def normal(self, name: str, tensor: Tensor, std: float) -> None:
-        """Normal values of deviation `std`, in place."""
-        start = zlib.crc32(name.encode()) % _BANK
+    def normal(self, name: str, tensor: Tensor, std: float, part: int = 0) -> None:
+        """Normal values of deviation `std`, in place; part: as for `fill`."""
+        start = (zlib.crc32(name.encode()) + part * tensor.numel()) % _BANK
         period = self._bank(tensor.dtype, std)[start : start + _BANK]
         flat = tensor.view(-1).view(_bits(tensor.dtype))
         whole = len(flat) // _BANK * _BANK
@@ -85,7 +88,7 @@ def random_model(
     shard_weights: bool,
 ) -> DsaForCausalLM:
     """What `load_model` gives, from config.json alone: projections are FP8 where it has a
-    quantization_config.
+    quantization_config. The same model on any number of ranks.
 
     Raises:
         ConfigError, CheckpointError: config.json asks for what cannot be read.
@@ -109,7 +112,7 @@ def random_model(
         if step.target not in units:
             kept = step.dtype or dtype
             tensor = torch.empty(shapes[step.target], dtype=kept, device=mesh.device)
-            values.fill(step.target, tensor)
+            values.fill(step.target, tensor, mesh.ep.rank if step.pieces()[0].lead else 0)
             assign(model, step.target, tensor)
     for unit in dict.fromkeys(units.values()):
         whole = unit.shard.new_zeros(unit.share * mesh.world.size)

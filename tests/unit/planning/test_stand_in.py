@@ -29,8 +29,10 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
     return whole, alone
 
 
-def _random(folder: Path, rank: int = 0, size: int = 1, shard: bool = False) -> DsaForCausalLM:
-    mesh = loopback_mesh(ParallelConfig(), rank=rank, size=size, device=CPU)
+def _random(
+    folder: Path, rank: int = 0, size: int = 1, shard: bool = False, ep: int = 1
+) -> DsaForCausalLM:
+    mesh = loopback_mesh(ParallelConfig(ep=ep), rank=rank, size=size, device=CPU)
     return random_model(
         folder, Values(CPU), dtype=torch.bfloat16, options=OPTIONS, recompute=True,
         latent_norm_eps=None, mesh=mesh, shard_weights=shard,
@@ -60,6 +62,16 @@ def test_made_up_ranks_hold_the_rest_of_the_same_weights(folders) -> None:
         whole = torch.cat([every[number].shard for every in units])
         for name, tensor in unit.views(gathered).items():
             assert torch.equal(tensor.float(), unit.views(whole)[name].float()), name
+
+
+def test_ranks_that_share_the_experts_hold_those_of_one_model(folders) -> None:
+    whole = _random(folders[1]).state_dict()
+    parts = [_random(folders[1], rank, 2, ep=2).state_dict() for rank in range(2)]
+    for name, tensor in whole.items():
+        held = [part[name].float() for part in parts]
+        split = held[0].shape != tensor.shape
+        assert torch.equal(torch.cat(held) if split else held[1], tensor.float()), name
+        assert split == (".mlp.experts." in name)
 
 
 def test_selections_from_elsewhere_are_ascending_keys_before_this_rank() -> None:
