@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from fullspan.planning.measure import PRODUCTS, measure, peak_bytes
 
@@ -21,15 +21,11 @@ def peak_and_flops(computation: Callable[[], object]) -> tuple[int, int]:
     """As `measure`, without what gloo allocates: it copies what it gathers and scatters, for a time
     that depends on its threads, and NCCL does not."""
     with profile(
-        activities=[ProfilerActivity.CPU],
-        profile_memory=True,
-        acc_events=True,
-        record_shapes=True,
-        with_flops=True,
+        use_kineto=True, profile_memory=True, record_shapes=True, with_flops=True
     ) as profiler:
         computation()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    results = profiler.profiler.kineto_results
+    results = profiler.kineto_results
+    assert results is not None
     live: dict[int, int] = {}
     total = peak = 0
     copies: set[int] = set()
