@@ -3,8 +3,8 @@
 Without a GPU the ranks are forked from this process, which takes a tenth of a second and needs no
 second import of PyTorch; the caller must not have used PyTorch's threads before. CUDA cannot be
 forked: with GPUs they are started afresh. They meet through a file. Ranks that have a GPU each talk
-through NCCL, others through gloo. Training starts its ranks differently (train/launch.py), because
-it lives for days and on several machines.
+through NCCL, unless told otherwise, others through gloo. Training starts its ranks differently
+(train/launch.py), because it lives for days and on several machines.
 """
 
 import multiprocessing
@@ -50,14 +50,24 @@ class _Failure:
     text: str
 
 
-def run_group(ranks: int, work: Work, *arguments: Any, timeout_seconds: float) -> list[Any]:
+def run_group(
+    ranks: int, work: Work, *arguments: Any, timeout_seconds: float, backend: str | None = None
+) -> list[Any]:
     """`work(device, *arguments)` on each of `ranks` ranks; what each gave, in their order.
+
+    backend: "nccl" or "gloo"; None: the first of them that can carry these ranks.
 
     Inside, torch.distributed's default group is that of the ranks; one rank has none. Raises
     LaunchError with the words of a rank that met something a user can mend, RuntimeError with the
     traceback of another failure. A rank that never answers ends it after timeout_seconds at most.
     """
     gpus = torch.cuda.device_count()
+    backend = backend or ("nccl" if gpus >= ranks else "gloo")
+    if backend == "nccl" and ranks > gpus:
+        raise ConfigError(
+            f"{ranks} ranks, but NCCL needs a GPU for each and there "
+            f"{'is' if gpus == 1 else 'are'} {gpus or 'none'}: use fewer ranks, or gloo"
+        )
     if gpus and ranks > gpus and ranks % gpus:
         raise ConfigError(f"{ranks} ranks cannot share {gpus} GPUs evenly: choose other sizes")
     forked, fresh = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
@@ -66,7 +76,7 @@ def run_group(ranks: int, work: Work, *arguments: Any, timeout_seconds: float) -
         processes = [
             start(
                 target=_rank_main,
-                args=(rank, ranks, gpus, folder, timeout_seconds, work, arguments),
+                args=(rank, ranks, gpus, folder, backend, timeout_seconds, work, arguments),
             )
             for rank in range(ranks)
         ]
@@ -90,6 +100,7 @@ def _rank_main(
     ranks: int,
     gpus: int,
     folder: str,
+    backend: str,
     timeout_seconds: float,
     work: Work,
     arguments: tuple[Any, ...],
@@ -103,7 +114,7 @@ def _rank_main(
             torch.cuda.set_device(device)
         if ranks > 1:
             dist.init_process_group(
-                "nccl" if gpus >= ranks else "gloo",
+                backend,
                 # Public and documented; the stub re-exports it without saying so.
                 store=dist.FileStore(  # pyright: ignore[reportPrivateImportUsage] see above
                     f"{folder}/store", ranks

@@ -20,7 +20,7 @@ from fullspan.shapes import Tensor
 
 _aten = torch.ops.aten
 # Product -> dimension of the first operand, and of the result, that holds the rows.
-_PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 1}
+_PRODUCTS: dict[Any, int] = {_aten.mm.default: 0, _aten.bmm.default: 1}
 
 
 class RowBlocks(TorchDispatchMode):
