@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.selection import Selection
@@ -60,9 +60,9 @@ def dense_attention(
 
 def allocations(run: Callable[[], object]) -> tuple[int, int]:
     """Peak of the bytes that run holds at once, and its largest single allocation, as allocated."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+    with profile(use_kineto=True, profile_memory=True) as record:
         run()
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in record.kineto_results.events() if e.name() == "[memory]"]
     held = peak = largest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()

@@ -62,14 +62,7 @@ def run_group(
     traceback of another failure. A rank that never answers ends it after timeout_seconds at most.
     """
     gpus = torch.cuda.device_count()
-    backend = backend or ("nccl" if gpus >= ranks else "gloo")
-    if backend == "nccl" and ranks > gpus:
-        raise ConfigError(
-            f"{ranks} ranks, but NCCL needs a GPU for each and there "
-            f"{'is' if gpus == 1 else 'are'} {gpus or 'none'}: use fewer ranks, or gloo"
-        )
-    if gpus and ranks > gpus and ranks % gpus:
-        raise ConfigError(f"{ranks} ranks cannot share {gpus} GPUs evenly: choose other sizes")
+    backend = choose_backend(ranks, backend)
     forked, fresh = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
     start = fresh.Process if gpus else forked.Process
     with tempfile.TemporaryDirectory(prefix="fullspan-") as folder:
@@ -93,6 +86,21 @@ def run_group(
             _explain(codes, Path(folder))
         paths = [_result(folder, rank) for rank in range(ranks)]
         return [torch.load(path, weights_only=False, map_location="cpu") for path in paths]
+
+
+def choose_backend(ranks: int, wanted: str | None = None) -> str:
+    """The backend of that many ranks on this machine, see run_group. Raises ConfigError where
+    `wanted` cannot carry them, or no number of GPUs fits them."""
+    gpus = torch.cuda.device_count()
+    backend = wanted or ("nccl" if gpus >= ranks else "gloo")
+    if backend == "nccl" and ranks > gpus:
+        there = f"there {'is' if gpus == 1 else 'are'} {gpus or 'none'}"
+        raise ConfigError(
+            f"{ranks} ranks, but NCCL needs a GPU for each and {there}: use fewer ranks, or gloo"
+        )
+    if gpus and ranks > gpus and ranks % gpus:
+        raise ConfigError(f"{ranks} ranks cannot share {gpus} GPUs evenly: choose other sizes")
+    return backend
 
 
 def _rank_main(

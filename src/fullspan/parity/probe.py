@@ -102,13 +102,19 @@ def mesh_here(config: RunConfig, device: torch.device) -> Mesh:
 
 
 def watched_steps(
-    session: Session, steps: Sequence[Sequence[Pack]], sample: int, block: int | None = None
+    session: Session,
+    steps: Sequence[Sequence[Pack]],
+    sample: int,
+    block: int | None = None,
+    *,
+    repeat: bool = True,
 ) -> RunSeen:
-    """Train on the packs of each of `steps`, from adapters whose every gradient is alive. The first
-    step is run twice, from the same adapters, and compared. The last makes no update.
+    """Train on the packs of each of `steps`, from adapters whose every gradient is alive. The last
+    makes no update.
 
     sample: rows of a step whose logits and selected keys are kept, over all its packs.
     block: rows of a matrix product, see RowBlocks; None: as many as there are.
+    repeat: the first step is run twice, from the same adapters, and compared.
     """
     fill_lora_b(session.model)
     recorder = _Recorder(session, sample)
@@ -119,7 +125,7 @@ def watched_steps(
             if seen:
                 session.optim_step()
             seen.append(recorder.run(packs))
-            if len(seen) == 1:
+            if len(seen) == 1 and repeat:
                 session.zero_grad()
                 unrepeated = different(seen[0], recorder.run(packs))
     session.zero_grad()
