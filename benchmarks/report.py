@@ -9,7 +9,6 @@ Of rows that differ in nothing but when they were measured, the last one counts.
 import argparse
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- tables: benchmarks/report.py -->", "<!-- end of tables -->"
 MEASURED = {
     "ms", "ms_p10", "ms_p90", "peak_bytes", "tflops", "peak_share", "flops", "failed",
-    "commit", "date", "torch", "triton", "cuda", "gpu",
+    "commit", "date", "torch", "triton", "cuda", "gpu", "nccl",
+    "ms_min", "ms_max", "tokens_per_second_per_rank", "exchange_ms", "loopback_ms", "rehearsed_ms",
+    "rehearsed_peak_bytes", "loss", "loss_difference", "logits_difference", "gradients_difference",
+    "topk_difference", "bits_difference", "judged", "passed",
 }  # fmt: skip
+RANKS = ("model", "layers", "dtype", "transport", "gpu", "cp")
 COLUMNS = {
     "sparse attention": (
         "op",
@@ -34,6 +37,9 @@ COLUMNS = {
     ),
     "index top-k": ("backend", "rows", "keys", "heads", "topk", "ranges", "workspace_gib"),
     "one attention layer of GLM-5.2, forward and backward": ("backend", "rows"),
+    "several ranks: parity with one rank": (*RANKS, "partition", "tokens", "product_rows"),
+    "several ranks: a step": (*RANKS, "tokens", "rows"),
+    "several ranks: a rank and its rehearsal": (*RANKS, "tokens", "rank"),
 }
 TITLES = {
     "forward": "sparse attention",
@@ -42,6 +48,9 @@ TITLES = {
     "plan": "sparse attention",
     "index_topk": "index top-k",
     "attention_layer": "one attention layer of GLM-5.2, forward and backward",
+    "multi_gpu_parity": "several ranks: parity with one rank",
+    "multi_gpu_step": "several ranks: a step",
+    "multi_gpu_rehearsal": "several ranks: a rank and its rehearsal",
 }
 
 Row = dict[str, Any]
@@ -58,25 +67,78 @@ def rows() -> list[Row]:
     return list(last.values())
 
 
-def table(columns: tuple[str, ...], body: Iterable[Row]) -> list[str]:
+def table(columns: tuple[str, ...], body: list[Row]) -> list[str]:
     """Markdown lines."""
-    head = [*columns, "ms", "10th-90th", "TFLOP/s", "share of peak", "peak MiB"]
+    measured = CELLS.get(body[0]["op"], call_cells)
+    # Of what failed there is the reason alone.
+    cells = [{"ms": row["failed"]} if "failed" in row else measured(row) for row in body]
+    head = [*columns, *max(cells, key=len)]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in body:
-        cells = [f"{row.get(column, '')}" for column in columns]
-        if "failed" in row:
-            cells += [row["failed"], "", "", "", ""]
-        else:
-            share = row.get("peak_share")
-            cells += [
-                f"{row['ms']:.2f}",
-                f"{row['ms_p10']:.2f}-{row['ms_p90']:.2f}",
-                f"{row['tflops']:.0f}" if "tflops" in row else "",
-                "" if share is None else f"{100 * share:.0f} %",
-                f"{row['peak_bytes'] / 2**20:,.0f}",
-            ]
-        lines.append("| " + " | ".join(cells) + " |")
+    for row, values in zip(body, cells, strict=True):
+        shown = {column: row.get(column) for column in columns} | values
+        texts = ["" if shown.get(name) is None else f"{shown[name]}" for name in head]
+        lines.append("| " + " | ".join(texts) + " |")
     return lines
+
+
+Cells = dict[str, str]
+
+
+def call_cells(row: Row) -> Cells:
+    """Of a call on one GPU."""
+    share = row.get("peak_share")
+    return {
+        "ms": f"{row['ms']:.2f}",
+        "10th-90th": f"{row['ms_p10']:.2f}-{row['ms_p90']:.2f}",
+        "TFLOP/s": f"{row['tflops']:.0f}" if "tflops" in row else "",
+        "share of peak": "" if share is None else f"{100 * share:.0f} %",
+        "peak MiB": f"{row['peak_bytes'] / 2**20:,.0f}",
+    }
+
+
+def parity_cells(row: Row) -> Cells:
+    """Differences from the first split, which has none."""
+    names = ("loss", "logits", "gradients", "topk")
+    cells = {name: row.get(f"{name}_difference") for name in names}
+    bits = row.get("bits_difference")
+    return {
+        **{name: "" if value is None else f"{value:.1e}" for name, value in cells.items()},
+        "tensors that do not repeat": "" if bits is None else f"{bits:.0f}",
+        "judged": ", ".join(row["judged"]),
+        "passed": "yes" if row["passed"] else "no",
+    }
+
+
+def step_cells(row: Row) -> Cells:
+    """Of a step of all ranks."""
+    return {
+        "ms": f"{row['ms']:,.0f}",
+        "least-most": f"{row['ms_min']:,.0f}-{row['ms_max']:,.0f}",
+        "tok/s a rank": f"{row['tokens_per_second_per_rank']:,.0f}",
+        "exchanges not hidden": f"{row['exchange_ms'] / row['ms']:.1%}",
+        "peak MiB": f"{row['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in row else "",
+    }
+
+
+def rehearsal_cells(row: Row) -> Cells:
+    """The real rank, its rehearsal, and what the rehearsal is off by."""
+    peak, ms = row["rehearsed_peak_bytes"], row["rehearsed_ms"]
+    return {
+        "peak MiB": f"{row['peak_bytes'] / 2**20:,.1f}",
+        "rehearsed MiB": f"{peak / 2**20:,.1f}",
+        "off": f"{peak / row['peak_bytes'] - 1:+.2%}",
+        "ms": f"{row['ms']:,.0f}",
+        "in exchanges": f"{row['exchange_ms']:,.0f}",
+        "rehearsed ms": f"{ms:,.0f}",
+        "off by": f"{ms / row['ms'] - 1:+.1%}",
+    }
+
+
+CELLS = {
+    "multi_gpu_parity": parity_cells,
+    "multi_gpu_step": step_cells,
+    "multi_gpu_rehearsal": rehearsal_cells,
+}
 
 
 def tables() -> str:
