@@ -20,9 +20,8 @@ def kept_bytes(computation: Callable[[], object]) -> int:
 def peak_and_flops(computation: Callable[[], object]) -> tuple[int, int]:
     """As `measure`, without what gloo allocates: it copies what it gathers and scatters, for a time
     that depends on its threads, and NCCL does not."""
-    with profile(
-        use_kineto=True, profile_memory=True, record_shapes=True, with_flops=True
-    ) as profiler:
+    profiler = profile(use_kineto=True, profile_memory=True, record_shapes=True, with_flops=True)
+    with profiler:
         computation()
     results = profiler.kineto_results
     assert results is not None
