@@ -32,7 +32,7 @@ from fullspan.parallel.watch import Exchange, Watch
 from fullspan.parity.probe import RunSeen, watched_steps
 from fullspan.parity.run import SAMPLED_ROWS
 from fullspan.planning.case import Case, read_fields
-from fullspan.planning.measure import measure
+from fullspan.planning.measure import Meter, measure
 from fullspan.planning.memory import Memory
 from fullspan.planning.phases import Place, Timeline, follow, medians
 from fullspan.planning.rehearse import Stage, model_of, resident_bytes
@@ -106,7 +106,7 @@ def work(device: torch.device, job: Job) -> RankSeen:
     with _model_folder(job, device) as (config, layers):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         seen = RankSeen(layers=layers, device=name)
-        timeline = Timeline(device)
+        timeline = Timeline(device, Meter(device))
         watch = TimedWatch(timeline, config.train.timeout_seconds)
         mesh = Mesh.create(config.parallel, device, watch)
         if job.products:

@@ -125,8 +125,9 @@ def peak_bytes(computation: Callable[[], object]) -> int:
 
 def _on_cpu(computation: Callable[[], object]) -> Usage:
     # Not torch.profiler's: that one would make a Python object of every event.
-    profiler = profile(use_kineto=True, profile_memory=True, record_shapes=True, with_flops=True)
-    with profiler:
+    with profile(
+        use_kineto=True, profile_memory=True, record_shapes=True, with_flops=True
+    ) as profiler:
         result = computation()
     del result
     assert profiler is not None and profiler.kineto_results is not None
