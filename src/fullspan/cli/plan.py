@@ -1,9 +1,10 @@
 """`fullspan plan CONFIG.toml`: what a run will take, before anything is loaded."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from fullspan.cli.case_options import add_case_options, assumptions, write_json
 
 EPILOG = """\
 Any setting of the file can be given on the command line, as for train: --parallel.ep 8. --dp, --cp,
@@ -29,8 +30,7 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("config", type=Path, metavar="CONFIG", help="the run's TOML file")
-    add("--world", type=int, metavar="N", help="ranks (default: parallel.dp x parallel.cp)")
+    add_case_options(parser)
     for name in _SHORT:
         add(f"--{name}", metavar="N", help=f"parallel.{name}")
     add("--pack-length", metavar="N", help="data.pack_length")
@@ -42,39 +42,26 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="the model's config.json (default: that of model.path)",
     )
-    add(
-        "--rates",
-        default="benchmarks/results",
-        metavar="FOLDER",
-        help="rows of measured kernels, used where there are some; none: the stated rates",
-    )
-    add("--document", type=int, default=0, metavar="N", help="rows of a document (0: the pack)")
-    add("--imbalance", type=float, default=1.3, metavar="X", help="busiest rank's expert rows")
-    add("--trained", type=float, default=1.0, metavar="X", help="share of rows with a label")
-    add("--json", type=Path, metavar="FILE", help="also write every figure here")
     parser.set_defaults(run=run, overrides=[])
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or the splits that fit and the plan of the fastest."""
     from fullspan.planning import report
-    from fullspan.planning.case import Assumptions, Case
+    from fullspan.planning.case import Case
     from fullspan.planning.fit import Plan, search
-    from fullspan.planning.hardware import gpu
     from fullspan.train.config import load_run_config
 
     short = {f"parallel.{name}": getattr(args, name) for name in _SHORT}
     short["data.pack_length"] = args.pack_length
     words = [word for key, value in short.items() if value for word in (f"--{key}", value)]
-    assumed = Assumptions(imbalance=args.imbalance, document=args.document, trained=args.trained)
     case = Case.load(
         load_run_config(args.config, [*args.overrides, *words]),
         world=args.world,
         model_config=args.model_config,
-        assumed=assumed,
+        assumed=assumptions(args),
     )
-    rows = None if args.rates == "none" else Path(args.rates)
-    known = case.measured(gpu(args.gpu), rows)
+    known = case.gpu(args.gpu, args.rates)
     if args.gpus is None:
         plan = Plan.of(case, known)
         print(report.plan_text(plan))
@@ -88,15 +75,5 @@ def run(args: argparse.Namespace) -> int:
         if found.fitting:
             print(f"\nthe fastest of them\n\n{report.plan_text(plan)}")
         written = [report.plan_json(p) for p, _ in found.fitting] or [report.plan_json(plan)]
-    if args.json is not None:
-        _write(args.json, report.json_ready(written))
+    write_json(args.json, report.json_ready(written))
     return 0 if plan.fits else 1
-
-
-def _write(path: Path, value: Any) -> None:
-    from fullspan.errors import ConfigError
-
-    try:
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror} (option --json)") from None

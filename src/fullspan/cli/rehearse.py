@@ -1,12 +1,13 @@
 """`fullspan rehearse CONFIG.toml --rank R`: the steps of one rank of many, on this one device."""
 
 import argparse
-import json
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from fullspan.cli.case_options import add_case_options, assumptions, write_json
 
 EPILOG = """\
 Builds rank R of the run as it is among real ranks, with an answer to every exchange made up here,
@@ -36,18 +37,13 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("config", type=Path, metavar="CONFIG", help="the run's TOML file")
+    add_case_options(parser)
     add("--rank", type=int, metavar="R", help="the rank (default: the last)")
-    add("--world", type=int, metavar="N", help="ranks (default: parallel.dp x parallel.cp)")
     add("--warmup", type=int, default=1, metavar="N", help="steps before the measured ones (1)")
     add("--steps", type=int, default=2, metavar="N", help="measured steps (2)")
     add("--fit", type=int, default=6, metavar="N", help="lengths of the fit, 0 for none (6)")
     add("--lengths", type=_lengths, metavar="N,...", help="these packs for the fit instead")
     add("--repeat", action="store_true", help="run a pack twice and compare the bits")
-    add("--document", type=int, default=0, metavar="N", help="rows of a document (0: the pack)")
-    add("--imbalance", type=float, default=1.3, metavar="X", help="expert rows that arrive / leave")
-    add("--trained", type=float, default=1.0, metavar="X", help="share of rows with a label")
-    add("--json", type=Path, metavar="FILE", help="also write every figure here")
     add("--plot", type=Path, metavar="FILE", help="draw the fit into this PNG")
     parser.set_defaults(run=run, overrides=[])
 
@@ -65,12 +61,11 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from fullspan.planning.case import Assumptions, Case
+    from fullspan.planning.case import Case
     from fullspan.planning.linear_fit import plot_fit
     from fullspan.planning.rehearsal_report import rehearsal_json, rehearsal_text
     from fullspan.planning.rehearse import RehearsalOptions, fit_lengths, rehearse
 
-    assumed = Assumptions(imbalance=args.imbalance, document=args.document, trained=args.trained)
     lengths = args.lengths or []
     if args.fit and not lengths:
         lengths = fit_lengths(Case.load(config, world=args.world), args.fit)
@@ -81,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps,
         lengths=lengths,
         repeat=args.repeat,
-        assumed=assumed,
+        assumed=assumptions(args),
     )
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     begin = time.monotonic()
@@ -90,12 +85,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{time.monotonic() - begin:6.1f} s  {line}", file=sys.stderr, flush=True)
 
     found = rehearse(config, options, device, say)
-    print(rehearsal_text(found))
-    if args.json is not None:
-        try:
-            args.json.write_text(json.dumps(rehearsal_json(found), indent=2) + "\n", "utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {args.json}: {error.strerror} (--json)") from None
+    print(rehearsal_text(found, args.rates))
+    write_json(args.json, rehearsal_json(found, args.rates))
     if args.plot is not None and found.fits:
         plot_fit(found.fits["all"], args.plot, f"rank {found.rank} of {found.case.world}")
     return 1 if found.unrepeated else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from fullspan.errors import ConfigError
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.planning.hardware import Gpu, Links, with_measurements
+from fullspan.planning.hardware import Gpu, Links, Shape, gpu
 from fullspan.planning.model_cost import Adapter, WeightFormat, Work, adapters
 from fullspan.train.config import RunConfig
 
@@ -153,21 +153,22 @@ class Case:
         """Every adapter of the run."""
         return adapters(self.model, self.run.lora)
 
-    def measured(self, gpu: Gpu, folder: Path | None) -> Gpu:
-        """`gpu` with the rates that rows in `folder` give for this run, see with_measurements."""
+    def gpu(self, name: str, folder: Path | None = None) -> Gpu:
+        """A known GPU with the rates that fit this run, see hardware.gpu."""
         model = self.model
-        return with_measurements(
-            gpu,
-            folder,
-            keys=self.pack,
-            workspace=self.run.ops.workspace_bytes,
-            attention={
-                "heads": model.num_attention_heads,
-                "qk": model.kv_lora_rank + model.qk_rope_head_dim,
-                "topk": model.index_topk,
-            },
-            indexer={"heads": model.index_n_heads, "topk": model.index_topk},
-        )
+        attention = {
+            "heads": model.num_attention_heads,
+            "qk": model.kv_lora_rank + model.qk_rope_head_dim,
+            "topk": model.index_topk,
+        }
+        widths = {
+            "attention forward": attention,
+            "attention backward": attention,
+            "indexer": {"heads": model.index_n_heads, "topk": model.index_topk},
+        }
+        workspace = self.run.ops.workspace_bytes
+        shape = Shape(keys=self.pack, workspace=workspace, widths=widths)
+        return gpu(name, shape, folder)
 
     @cached_property
     def work(self) -> Work:

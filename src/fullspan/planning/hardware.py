@@ -1,13 +1,22 @@
-"""What GPUs and links give: a table of stated rates with their sources, and how rows of
-measurements replace them.
+"""What GPUs and links give. The rates of one H200 are the rows of rates.jsonl, in the format of
+benchmarks/results, measured where they do not say "assumed"; rows of a folder come before them.
+Those of other GPUs are scaled by their nominal peaks and were not measured.
 
-Rates of one H200 were measured (PyTorch 2.11, Triton 3.6, one GPU at its power cap). Those of other
-GPUs are scaled by their nominal peaks and were not measured.
+A kind of work has a rate in FLOPs or in bytes (read and written) per second:
+
+    projections          matrix products with 2-D weights
+    products by head     kv_b_proj's halves: a product for each head, bound by memory
+    experts              grouped products of the routed experts
+    attention forward, attention backward, indexer, head     their ops (ops/*/README.md)
+    float32              products in float32: the router's
+    elementwise          bytes: norms, gated products, sums, rotations, copies
+    permute              bytes: rows brought into the order of the experts and back
+    dequantise           bytes: FP8 blocks to the activations' dtype
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +24,7 @@ from typing import Any
 from fullspan.errors import ConfigError
 
 GIB = 1 << 30
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,106 +60,111 @@ class Links:
     host: float = 50e9
 
 
-_MEASURED = "measured on one H200"
-_PROTOTYPE = "prototype kernels, measured on one H200 at 4096 rows and 131,072 keys"
-_H200_RATES = {
-    "projections": Rate(707e12, f"bf16 8192^3 matrix product, {_MEASURED}"),
-    "experts": Rate(677e12, f"grouped_mm of 8 x 4096 rows, {_MEASURED}"),
-    "attention forward": Rate(525e12, f"{_PROTOTYPE}: 525 (random keys) to 590"),
-    "attention backward": Rate(300e12, f"{_PROTOTYPE}: 300 (random keys) to 440"),
-    "attention plan": Rate(4096 / 6.5e-3, f"{_PROTOTYPE}: 6 to 7 ms for 4096 rows; rows a second"),
-    "indexer": Rate(562e12, f"{_PROTOTYPE}: 7.7 ms with its exact top-k; scores alone 605"),
-    "LoRA": Rate(100e12, "assumed: matrix products as thin as the rank are bound by memory"),
-    "head": Rate(487e12, f"32 ms for 4096 rows x 154,880 words in chunks of 1024, {_MEASURED}"),
-    "copy": Rate(4.24e12, f"bytes read and written by a copy, {_MEASURED}"),
-    "dequantise": Rate(3.9e12, f"bytes read and written, FP8 blocks to bf16, {_MEASURED}"),
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What rows of kernels are chosen by. widths: of a row of an op, by the names in it."""
+
+    keys: int = 131_072
+    workspace: int = GIB
+    widths: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+# op of a row -> the kind of work whose rate it is, where the two are named otherwise
+_OPS = {
+    "forward": "attention forward",
+    "backward": "attention backward",
+    "index_topk": "indexer",
 }
+KINDS = (
+    "projections", "products by head", "experts", "attention forward", "attention backward",
+    "indexer", "head", "float32", "elementwise", "permute", "dequantise",
+)  # fmt: skip
+BY_BYTES = ("elementwise", "permute", "dequantise")
+_BACKENDS = ("hopper", "triton")
 # GPU: (GiB as PyTorch reports them, nominal bf16 FLOPs a second, nominal bytes a second).
 _NOMINAL = {
     "h200": (139.8, 989e12, 4.8e12),
     "h100": (79.1, 989e12, 3.35e12),
     "b200": (178.4, 2250e12, 8.0e12),
 }
-_BY_BYTES = ("copy", "dequantise", "LoRA")
+NAMES = tuple(_NOMINAL)
 
 
-def gpu(name: str) -> Gpu:
-    """A known GPU. Raises ConfigError, which lists them."""
+def gpu(name: str, shape: Shape | None = None, folder: Path | None = None) -> Gpu:
+    """A known GPU with its rates for kernels of `shape`; rows in `folder`/*.jsonl that were
+    measured on it come before those that the package has.
+
+    Raises:
+        ConfigError: an unknown GPU (it lists the known ones), no rows in the folder, or a line that
+            is none.
+    """
     if name not in _NOMINAL:
         raise ConfigError(f"no figures for a GPU {name!r}: known are {', '.join(_NOMINAL)}")
     gib, peak, bandwidth = _NOMINAL[name]
     _, base_peak, base_bandwidth = _NOMINAL["h200"]
+    known = _read(Path(__file__).with_name("rates.jsonl"))
+    paths = sorted(folder.glob("*.jsonl")) if folder else []
+    if folder and not paths:
+        raise ConfigError(f"{folder} holds no *.jsonl with measured rows (option --rates)")
+    own = [row for path in paths for row in _read(path)]
+    own = [row for row in own if name in str(row.get("gpu", "")).lower()]
     rates = {}
-    for part, rate in _H200_RATES.items():
-        factor = bandwidth / base_bandwidth if part in _BY_BYTES else peak / base_peak
-        note = "" if name == "h200" else f"; times {factor:.2f}, the ratio of nominal peaks"
-        rates[part] = Rate(rate.value * factor, rate.source + note)
+    for kind in KINDS:
+        rate = _rate(kind, own, shape or Shape(), f"rows of {folder}")
+        if rate is None:
+            # A model of other widths has the rates of those that were measured.
+            rate = _rate(kind, known, shape or Shape(), "rows") or _rate(
+                kind, known, Shape(), "rows"
+            )
+            assert rate is not None, f"rates.jsonl has no row for {kind}"
+            factor = bandwidth / base_bandwidth if kind in BY_BYTES else peak / base_peak
+            note = "" if name == "h200" else f"; times {factor:.2f}, the ratio of nominal peaks"
+            rate = Rate(rate.value * factor, rate.source + note)
+        rates[kind] = rate
     return Gpu(name=name, memory=int(gib * GIB), peak=peak, rates=rates)
 
 
-# op of a row of benchmarks/results -> the rate that it replaces
-_ROWS = {
-    "forward": "attention forward",
-    "backward": "attention backward",  # its plan included
-    "index_topk": "indexer",
-}
-_BACKENDS = ("hopper", "triton")
+def _rate(kind: str, rows: Sequence[Row], shape: Shape, name: str) -> Rate | None:
+    """The median over the rows that are nearest: of the model's widths, of the best backend, with
+    random keys rather than neighbours that share theirs, with the nearest number of keys, and then
+    the nearest workspace."""
+    found = [row for row in rows if _OPS.get(row.get("op", ""), row.get("op")) == kind]
+    widths = shape.widths.get(kind, {})
+    found = [row for row in found if all(row.get(n, size) == size for n, size in widths.items())]
+    found = [row for row in found if _value(row)]
+    for field_name, order in (("backend", _BACKENDS), ("ids", ("random",))):
+        best = next((b for b in order if any(row.get(field_name) == b for row in found)), None)
+        if best is not None:
+            found = [row for row in found if row[field_name] == best]
+
+    def distance(row: Row) -> tuple[float, float]:
+        workspace = row.get("workspace_gib", 0) * GIB
+        return abs(row.get("keys", 0) - shape.keys), abs(workspace - shape.workspace)
+
+    if not found:
+        return None
+    least = min(map(distance, found))
+    alike = [row for row in found if distance(row) == least]
+    first = alike[0]
+    if "source" in first:
+        source = first["source"]
+    else:
+        keys = f", {first['keys']:,} keys" if "keys" in first else ""
+        source = f"{len(alike)} of the {name}: {first.get('backend', 'measured')}{keys}"
+    return Rate(median(map(_value, alike)), source)
 
 
-def with_measurements(
-    known: Gpu,
-    folder: Path | None,
-    *,
-    keys: int,
-    workspace: int,
-    attention: Mapping[str, int],
-    indexer: Mapping[str, int],
-) -> Gpu:
-    """`known` with the rates that rows in `folder`/*.jsonl give for it, as they are present.
-
-    Of the rows of an op on this GPU at the model's widths (`attention`, `indexer`: by their names
-    in a row): those of the best backend, of them those whose number of keys is nearest to `keys`
-    and whose workspace is nearest to `workspace` bytes, and of these the median rate. No folder or
-    no such row changes nothing.
-
-    Raises:
-        ConfigError: a file holds a line that is no row.
-    """
-    rows = [row for row in _read(folder) if known.name in str(row.get("gpu", "")).lower()]
-    rates = dict(known.rates)
-    for op, part in _ROWS.items():
-        widths = {"op": op, **(indexer if op == "index_topk" else attention)}
-        found = [
-            row
-            for row in rows
-            if row.get("ms")
-            and {"keys", "workspace_gib"} <= row.keys()
-            and all(row.get(name) == value for name, value in widths.items())
-        ]
-        backend = next((b for b in _BACKENDS if any(r.get("backend") == b for r in found)), None)
-        found = [row for row in found if row.get("backend") == backend]
-        if not found:
-            continue
-
-        def distance(row: Mapping[str, Any]) -> tuple[float, float]:
-            return abs(row["keys"] - keys), abs(row["workspace_gib"] * GIB - workspace)
-
-        nearest = min(found, key=distance)
-        alike = [row for row in found if distance(row) == distance(nearest)]
-        value = median(row["flops"] / row["ms"] * 1e3 for row in alike)
-        rows_of = f"{len(alike)} row{'s' if len(alike) > 1 else ''} of {folder}"
-        rates[part] = Rate(value, f"{rows_of}, median: {backend}, {nearest['keys']:,} keys")
-        if op == "backward":
-            rates.pop("attention plan")
-    return replace(known, rates=rates)
+def _value(row: Row) -> float:
+    """FLOPs or bytes a second of a row; 0 where it has none."""
+    work = row.get("flops", row.get("bytes", 0))
+    return row.get("rate", 0) or (work / row["ms"] * 1e3 if row.get("ms") else 0)
 
 
-def _read(folder: Path | None) -> list[dict[str, Any]]:
+def _read(path: Path) -> list[Row]:
     rows = []
-    for path in sorted(folder.glob("*.jsonl")) if folder else ():
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                rows.append({**json.loads(line)})
-            except (ValueError, TypeError):
-                raise ConfigError(f"{path}, line {number}: not a row of measurements") from None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append({**json.loads(line)})
+        except (ValueError, TypeError):
+            raise ConfigError(f"{path}, line {number}: not a row of measurements") from None
     return rows

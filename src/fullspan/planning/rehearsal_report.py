@@ -1,6 +1,6 @@
 """A rehearsal as text and as JSON, beside the plan of the same rank and the stated links."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from fullspan import __version__
 from fullspan.parallel.loopback import Transfer
 from fullspan.planning import wire
-from fullspan.planning.hardware import GIB, Links, gpu
+from fullspan.planning.hardware import GIB, NAMES, Links
 from fullspan.planning.linear_fit import LinearFit
 from fullspan.planning.memory import Memory
 from fullspan.planning.phases import PARTS, PASSES, named
@@ -18,15 +18,13 @@ from fullspan.planning.rehearse import Rehearsal
 from fullspan.planning.report import split_name
 from fullspan.planning.times import Times, link_seconds
 
-GPUS = ("h200", "h100", "b200")
-RATES = Path("benchmarks/results")  # as for `fullspan plan`
 _MIB = 1 << 20
 # Of a plan: what is not given out by PyTorch's allocator.
 _OUTSIDE = ("allocator slack", "CUDA context", "NCCL buffers")
 
 
-def rehearsal_text(found: Rehearsal) -> str:
-    """Everything that was measured."""
+def rehearsal_text(found: Rehearsal, rates: Path | None = None) -> str:
+    """Everything that was measured. rates: a folder of measured rows for the plan."""
     case = found.case
     weights = "random weights" if found.random_weights else "weights of the checkpoint"
     dp, ranks = case.dp, case.world
@@ -46,10 +44,12 @@ def rehearsal_text(found: Rehearsal) -> str:
     work = sum(found.seconds.values()) - _of_part(found, "loopback")
     lines.append(f"  {work:.3f} s without the loopback group's copies")
     lines.append(f"  {found.wall:.3f} s by the host's clock")
-    planned = planned_seconds(found)
-    if planned is not None:
-        total = sum(sum(parts.values()) for parts in planned.values())
-        lines.append(f"  the plan's work: {total:.3f} s ({100 * (total / work - 1):+.1f} %)")
+    if planned := planned_seconds(found, rates):
+        lines += [
+            "",
+            "the plan's seconds and the measured ones over them",
+            *_columns(_planned(found, planned)),
+        ]
     lines += ["", "what communication would add, if nothing overlapped it", *_columns(_wire(found))]
     links = case.links
     lines.append(
@@ -72,7 +72,7 @@ def rehearsal_text(found: Rehearsal) -> str:
     return "\n".join(lines)
 
 
-def rehearsal_json(found: Rehearsal) -> dict[str, Any]:
+def rehearsal_json(found: Rehearsal, rates: Path | None = None) -> dict[str, Any]:
     """Every figure: one row of a results file. Bytes and seconds."""
     case = found.case
     return {
@@ -98,7 +98,7 @@ def rehearsal_json(found: Rehearsal) -> dict[str, Any]:
         "seconds_of_step": sum(found.seconds.values()),
         "seconds_of_loopback": _of_part(found, "loopback"),
         "seconds_by_the_host": found.wall,
-        "plan_seconds": planned_seconds(found),
+        "plan_seconds": planned_seconds(found, rates),
         "flops": found.usage.flops,
         "wire": {what: {"bytes": size, "seconds": s} for what, (size, s) in wire_items(found)},
         "fits": {name: {
@@ -127,15 +127,14 @@ def planned_bytes(found: Rehearsal) -> int:
     return sum(size for name, size in items.items() if name not in _OUTSIDE)
 
 
-def planned_seconds(found: Rehearsal) -> dict[str, dict[str, float]] | None:
-    """The plan's seconds of work of a pack by pass and part, by measured rates where this folder
-    has some; None on a device that the plan has no rates for."""
-    name = next((name for name in GPUS if name in found.device.lower()), None)
+def planned_seconds(found: Rehearsal, rates: Path | None) -> dict[str, dict[str, float]] | None:
+    """The plan's seconds of work of a pack by pass and part; None on a device that the plan has no
+    rates for."""
+    name = next((name for name in NAMES if name in found.device.lower()), None)
     if name is None:
         return None
-    known = found.case.measured(gpu(name), RATES)
-    times = Times.of(found.case, known, wire.Traffic(found.case))
-    return {which: dict(parts) for which, parts in times.compute.items()}
+    times = Times.of(found.case, found.case.gpu(name, rates), wire.Traffic(found.case))
+    return {which: times.compute(which) for which in times.work}
 
 
 def wire_items(found: Rehearsal) -> list[tuple[str, tuple[int, float]]]:
@@ -198,9 +197,36 @@ def _seconds(found: Rehearsal) -> Iterator[Sequence[str]]:
     for part in PARTS:
         cells = [found.seconds.get((part, which), 0.0) for which in PASSES]
         if any(cells):
-            yield part, *(f"{s:.3f}" if s else "-" for s in cells), f"{sum(cells):.3f}"
+            yield part, *map(_seconds_cell, cells), f"{sum(cells):.3f}"
     sums = [sum(found.seconds.get((p, which), 0.0) for p in PARTS) for which in PASSES]
     yield "all", *(f"{s:.3f}" for s in sums), f"{sum(sums):.3f}"
+
+
+def _planned(
+    found: Rehearsal, planned: Mapping[str, Mapping[str, float]]
+) -> Iterator[Sequence[str]]:
+    """Of each part and pass the plan's seconds, and measured / planned: what is far from 1 has a
+    rate that is off, or work that the plan does not know."""
+    yield "part", *(word for which in (*planned, "all") for word in (which, "x"))
+    every = {part: [] for part in PARTS}
+    for part in every:
+        for which, parts in planned.items():
+            every[part].append((parts.get(part, 0.0), found.seconds.get((part, which), 0.0)))
+    rows = {part: pairs for part, pairs in every.items() if any(map(sum, pairs))}
+    rows["all"] = [_added(column) for column in zip(*rows.values(), strict=True)]
+    for part, pairs in rows.items():
+        cells = []
+        for plan, measured in (*pairs, _added(pairs)):
+            cells += [_seconds_cell(plan), f"{measured / plan:.2f}" if plan and measured else "-"]
+        yield part, *cells
+
+
+def _added(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return sum(plan for plan, _ in pairs), sum(measured for _, measured in pairs)
+
+
+def _seconds_cell(seconds: float) -> str:
+    return f"{seconds:.3f}" if seconds else "-"
 
 
 def _wire(found: Rehearsal) -> Iterator[Sequence[str]]:

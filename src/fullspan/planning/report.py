@@ -14,7 +14,7 @@ from fullspan.planning.fit import (
     longest_pack,
     setting_for,
 )
-from fullspan.planning.hardware import GIB
+from fullspan.planning.hardware import BY_BYTES, GIB
 from fullspan.planning.memory import Memory, host_bytes
 from fullspan.planning.model_cost import (
     PASSES,
@@ -25,6 +25,7 @@ from fullspan.planning.model_cost import (
 )
 from fullspan.planning.times import Times
 from fullspan.planning.wire import Traffic
+from fullspan.planning.work import PARTS
 from fullspan.train.config import RunConfig
 
 _SMALLEST = 0.002  # of the total: smaller items are summed up in one line
@@ -120,7 +121,11 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "seconds": {
             "step": times.step,
-            "compute": times.compute,
+            "compute": {phase: times.compute(phase) for phase in PASSES},
+            "work": {
+                phase: {" | ".join(place): s for place, s in times.work[phase].items()}
+                for phase in PASSES
+            },
             "exposed": times.exposed,
             "hidden": times.hidden,
         },
@@ -235,9 +240,15 @@ def _wire(traffic: Traffic) -> list[str]:
 
 def _seconds(plan: Plan, times: Times) -> list[str]:
     rows = [("seconds", *PASSES)]
-    parts = dict.fromkeys(part for phase in PASSES for part in times.compute[phase])
-    for part in parts:
-        rows.append((part, *(_number(times.compute[phase].get(part, 0.0)) for phase in PASSES)))
+    for part in PARTS:
+        seconds = [times.compute(phase).get(part, 0.0) for phase in PASSES]
+        kinds: dict[str, None] = {}
+        for phase in PASSES:
+            kinds.update(dict.fromkeys(kind for p, kind in times.work[phase] if p == part))
+        rows.append((part, *map(_number, seconds)))
+        for kind in kinds if len(kinds) > 1 else ():
+            of = (times.work[phase].get((part, kind), 0.0) for phase in PASSES)
+            rows.append((f"  {kind}", *map(_number, of)))
     for kind, moved in (("exposed", times.exposed), ("hidden", times.hidden)):
         for item in dict.fromkeys(item for phase in PASSES for item in moved[phase]):
             values = (_number(moved[phase].get(item, 0.0)) for phase in PASSES)
@@ -260,13 +271,11 @@ def _rates(plan: Plan) -> list[str]:
     if plan.case.run.train.offload_inputs:
         rows.append(("host", f"{links.host / 1e9:.0f} GB/s", "assumed: 4/5 of PCIe 5.0 x16"))
     rows.append(("network", f"{links.network / 1e9:.0f} GB/s", "assumed: 4/5 of 400 Gbit/s a GPU"))
-    return ["rates behind the seconds", *_table([("part", "rate", "source"), *rows])]
+    return ["rates behind the seconds", *_table([("kind", "rate", "source"), *rows])]
 
 
-def _rate(part: str, value: float) -> str:
-    if part == "attention plan":
-        return f"{value / 1e3:.0f} krow/s"
-    return f"{value / 1e12:.3g} {'TB/s' if part in ('copy', 'dequantise') else 'TFLOP/s'}"
+def _rate(kind: str, value: float) -> str:
+    return f"{value / 1e12:.3g} {'TB/s' if kind in BY_BYTES else 'TFLOP/s'}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from tests.unit.planning.conftest import GLM
 
 ROOT = Path(__file__).parents[3]
 CONFIG = "configs/glm52_131k_8xh200.toml"
-MODEL = ["--model-config", str(GLM), "--rates", "none"]
+MODEL = ["--model-config", str(GLM)]
 
 
 @pytest.fixture(autouse=True)

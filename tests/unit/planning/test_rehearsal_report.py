@@ -1,6 +1,7 @@
 """A rehearsal on a GPU that the plan knows is set beside the plan's bytes and seconds."""
 
 import json
+import re
 from pathlib import Path
 
 from fullspan.parallel.loopback import Transfer
@@ -24,8 +25,10 @@ def test_it_is_set_beside_the_plan() -> None:
         transfers=[Transfer(what="all_gather of the latent", near=3 * 10**9, far=0, ranks=8)],
     )  # fmt: skip
     text, row = rehearsal_text(found), json.loads(json.dumps(rehearsal_json(found)))
-    assert "the plan's peak allocated" in text and "the plan's work: " in text
+    assert "the plan's peak allocated" in text and "the plan's seconds and the measured" in text
     assert row["peak_by_item"]["transient"] == 11 << 30
-    assert row["plan_seconds"]["forward"] and row["seconds_of_loopback"] == 1.0
+    planned = row["plan_seconds"]["forward"]["attention"]
+    assert re.search(rf"attention +{planned:.3f} +{3 / planned:.2f} ", text)
+    assert row["seconds_of_loopback"] == 1.0
     assert row["wire"]["all_gather of the latent"] == {"bytes": 3 * 10**9, "seconds": 0.01}
     assert fit_lengths(case, 6) == [13_104, 26_208, 39_320, 52_424, 65_536, 131_072]

@@ -6,9 +6,11 @@ import pytest
 
 from fullspan.errors import ConfigError
 from fullspan.planning.fit import Plan
-from fullspan.planning.hardware import Links, gpu
+from fullspan.planning.hardware import KINDS, Links, gpu
+from fullspan.planning.model_cost import layer_weights
 from fullspan.planning.times import Times, link_seconds
 from fullspan.planning.wire import EXCHANGE, GATHER, REDUCE, SCATTER, Traffic, Transfer
+from fullspan.planning.work import work
 from tests.unit.planning.conftest import glm_case, tiny_case
 
 PASSES = ("forward", "recompute", "backward")
@@ -38,7 +40,7 @@ def test_a_step_is_the_sum_of_its_passes(glm):
     times = Plan.of(case, gpu("h200")).times()
     passes = 0.0
     for phase in PASSES:
-        work = sum(times.compute[phase].values())
+        work = sum(times.compute(phase).values())
         exposed, hidden = sum(times.exposed[phase].values()), sum(times.hidden[phase].values())
         assert times.pass_seconds(phase) == pytest.approx(max(work, hidden) + exposed)
         assert exposed > 0 and hidden > 0
@@ -68,16 +70,61 @@ def test_a_part_is_its_work_over_its_rate():
     case = glm_case()
     known = gpu("h200")
     times = Plan.of(case, known).times()
+    rates = {kind: rate.value for kind, rate in known.rates.items()}
     rows = 131_072 / 8
     attended = 2 * case.work.attended / 8 * 64 * 78
-    assert times.compute["forward"]["attention"] == pytest.approx(attended * 1088 / 525e12)
-    plan = rows * 78 / known.rates["attention plan"].value
-    assert times.compute["backward"]["attention"] == pytest.approx(
-        attended * (3 * 576 + 2 * 512) / 300e12 + plan
+    kernel = attended * 1088 / rates["attention forward"]
+    assert times.work["forward"]["attention", "attention forward"] == pytest.approx(kernel)
+    assert times.work["backward"]["attention", "attention backward"] == pytest.approx(
+        attended * (3 * 576 + 2 * 512) / rates["attention backward"]
     )
-    assert "indexer" not in times.compute["recompute"], "the selection is kept"
-    experts = 2 * rows * 8 * 3 * 6144 * 2048 * 75
-    assert times.compute["recompute"]["experts"] == pytest.approx(1.3 * experts / 677e12, rel=1e-3)
+    assert "indexer" not in times.compute("recompute"), "the selection is kept"
+    experts = 1.3 * 2 * rows * 8 * 3 * 6144 * 2048 * 75 / rates["experts"]
+    assert times.work["recompute"]["experts", "experts"] == pytest.approx(experts, rel=1e-3)
+    for phase in PASSES:
+        parts = times.compute(phase)
+        assert sum(parts.values()) == pytest.approx(sum(times.work[phase].values()))
+        assert parts["experts"] > times.work[phase]["experts", "experts"]
+
+
+@pytest.mark.parametrize("phase", PASSES)
+def test_work_has_the_flops_of_the_model(phase):
+    """Products of frozen weights, by whatever part and kind: those of model_cost, which a test
+    compares with the real model; and every FP8 weight is dequantised once, kv_b_proj twice."""
+    case = glm_case().assume(imbalance=1.0)
+    counted = Plan.of(case, gpu("h200")).times().flops
+    found = work(case, counted, phase, scored=0.125)
+    amounts = {}
+    for (_, kind), amount in found.items():
+        amounts[kind] = amounts.get(kind, 0.0) + amount
+    plain = sum(amounts[kind] for kind in ("projections", "products by head", "float32"))
+    assert plain == pytest.approx(counted.of("projections", phase) / 8)
+    assert amounts["experts"] == pytest.approx(counted.of("experts", phase) / 8)
+    weights = [w for n in range(78) for w in layer_weights(case.model, n) if w.scaled]
+    if phase != "forward":
+        weights = [w for w in weights if ".indexer." not in w.name]
+    elements = sum(
+        w.numel * (2 if "kv_b_proj" in w.name else 1) / (8 if w.routed else 1) for w in weights
+    )
+    assert amounts["dequantise"] == pytest.approx(3 * elements)
+
+
+def test_bytes_of_rows_are_those_of_the_operators():
+    """One dense layer's gated product and one sparse layer's permutes, counted by hand."""
+    case = glm_case("glm52_131k_8xh200", "--lora.targets", '["q_a_proj"]').assume(imbalance=1.0)
+    counted = Plan.of(case, gpu("h200")).times().flops
+    found = work(case, counted, "forward", scored=0.125)
+    rows, slots = 16_384, 8 * 16_384
+    dense = 3 * 12_288 * 3 + 75 * 3 * 2048
+    assert found["dense", "elementwise"] == rows * dense * 2
+    # In: row read, slot written; arrived: twice that; out: slot read, row written.
+    assert found["experts", "permute"] == 75 * (2 * slots + 4 * slots + slots + rows) * 6144 * 2
+    adapter = 78 * rows * (6144 + 4 * 2048) * 2
+    plain = glm_case("glm52_131k_8xh200", "--lora.targets", '["o_proj"]').assume(imbalance=1.0)
+    other = work(plain, counted, "forward", scored=0.125)
+    changed = 78 * rows * (64 * 256 + 4 * 6144) * 2
+    moved = found["attention", "elementwise"] - other["attention", "elementwise"]
+    assert moved == adapter - changed
 
 
 def test_without_recompute_there_is_no_such_pass(glm):
@@ -99,42 +146,63 @@ def row(op: str, **changes) -> str:
     return json.dumps(values | changes) + "\n"
 
 
-def test_measured_rows_replace_stated_rates(tmp_path):
-    """At the model's widths: the best backend, the nearest keys and workspace, the median."""
+def test_measured_rows_come_before_the_package(tmp_path):
+    """At the model's widths: the best backend, random keys, the nearest number of them and
+    workspace, the median."""
     (tmp_path / "h200.jsonl").write_text(
         row("forward") + row("forward", ms=4.0) + row("forward", ms=8.0)
         + row("forward", ms=0.1, keys=16_384) + row("forward", ms=0.1, backend="triton")
         + row("forward", ms=0.1, workspace_gib=4) + row("forward", ms=0.1, heads=128)
         + row("forward", ms=0.1, qk=512) + row("forward", ms=0.1, gpu="NVIDIA A100")
-        + row("backward_planned", ms=0.1) + row("backward", ms=2.5)
+        + row("backward_planned", ms=0.1) + row("backward", ms=2.5, ids="random")
+        + row("backward", ms=0.1, ids="overlapping")
         + row("index_topk", backend="triton", ms=5.0)
+        + json.dumps({"op": "permute", "bytes": 6e9, "ms": 2.0, "gpu": "NVIDIA H200"}) + "\n"
     )  # fmt: skip
-    known = glm_case().measured(gpu("h200"), tmp_path)
+    known = glm_case().gpu("h200", tmp_path)
     assert known.rates["attention forward"].value == pytest.approx(1e12 / 4e-3)
-    assert "3 rows of" in known.rates["attention forward"].source
+    assert "3 of the rows of" in known.rates["attention forward"].source
     assert known.rates["attention backward"].value == pytest.approx(1e12 / 2.5e-3)
-    assert "attention plan" not in known.rates, "it is in the backward's rows"
     assert known.rates["indexer"].value == pytest.approx(1e12 / 5e-3)
-    stated = gpu("h200").rates
-    for part in ("head", "experts", "copy"):
-        assert known.rates[part] == stated[part]
+    assert known.rates["permute"].value == pytest.approx(3e12)
+    stated = glm_case().gpu("h200").rates
+    for kind in ("head", "experts", "elementwise"):
+        assert known.rates[kind] == stated[kind]
+    other = glm_case().gpu("h100", tmp_path).rates
+    assert other["permute"].value == pytest.approx(stated["permute"].value * 3.35 / 4.8)
 
 
-def test_no_rows_change_nothing(tmp_path):
-    for folder in (None, tmp_path, tmp_path / "missing"):
-        assert glm_case().measured(gpu("h200"), folder).rates == gpu("h200").rates
+def test_the_package_has_a_rate_for_every_kind_and_length():
+    short, long = (
+        glm_case("glm52_131k_32xh200", "--data.pack_length", str(n)).gpu("h200").rates
+        for n in (1 << 17, 1 << 20)
+    )
+    assert set(short) == set(KINDS)
+    assert short["attention backward"].value > long["attention backward"].value
+    assert "1,048,576 keys" in long["indexer"].source
+
+
+def test_a_model_of_other_widths_has_the_measured_rates(glm):
+    assert tiny_case(glm).gpu("h200").rates["indexer"] == gpu("h200").rates["indexer"]
+
+
+def test_a_folder_without_rows_is_refused(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match=r"holds no \*\.jsonl .* \(option --rates\)"):
+            gpu("h200", folder=folder)
 
 
 def test_what_is_no_row_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text(row("forward") + "[1]\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 2"):
-        glm_case().measured(gpu("h200"), tmp_path)
+        gpu("h200", folder=tmp_path)
 
 
 def test_other_gpus_are_scaled_and_say_so():
     h100, h200 = gpu("h100"), gpu("h200")
     assert h100.rates["experts"].value == h200.rates["experts"].value
-    assert h100.rates["copy"].value == pytest.approx(h200.rates["copy"].value * 3.35 / 4.8)
+    copied = h200.rates["elementwise"].value * 3.35 / 4.8
+    assert h100.rates["elementwise"].value == pytest.approx(copied)
     assert "ratio of nominal peaks" in gpu("b200").rates["experts"].source
     with pytest.raises(ConfigError, match="known are h200, h100, b200"):
         gpu("a100")

@@ -1,0 +1,139 @@
+"""The work of a rank in each pass, by the part of the model where a rehearsal measures it and by
+the kind whose rate it has (hardware.py): FLOPs of products and kernels, bytes of everything else.
+
+Bytes are those that an operator must read and write, for the fused operators of a GPU (ops/rows);
+what is small beside the rows (router scores, sorting, tables) is left out, as are launches.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from fullspan.planning.case import Case
+from fullspan.planning.model_cost import Flops, Weight, layer_weights
+
+Work = Mapping[tuple[str, str], float]  # {(part, kind): FLOPs or bytes}
+PARTS = ("attention", "indexer", "experts", "dense", "head", "other")
+
+
+def work(case: Case, counted: Flops, phase: str, *, scored: float) -> Work:
+    """Of one pack in one pass, on the slowest rank.
+
+    counted: FLOPs over all ranks. scored: share of the (query, key) pairs of the indexer that the
+    slowest rank scores.
+    """
+    if phase == "recompute" and not case.run.train.recompute:
+        return {}
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    share, back = 1 / case.cp, phase == "backward"
+    kernel = "attention backward" if back else "attention forward"
+    found["attention", kernel] = counted.of("attention", phase) * share
+    found["head", "head"] = counted.of("head", phase) * share
+    if phase == "forward":
+        found["indexer", "indexer"] = counted.of("indexer", phase) * scored
+    for adapted, layers in _alike(case):
+        weights = layer_weights(case.model, layers[0])
+        for place, amount in (
+            *_products(case, weights, forward=phase == "forward"),
+            *_adapters(case, weights, adapted, back=back),
+            *_rows(case, sparse=case.model.mlp_layer_types[layers[0]] == "sparse", back=back),
+        ):
+            found[place] += amount * len(layers)
+    return {place: amount for place, amount in found.items() if amount}
+
+
+def _alike(case: Case) -> Iterator[tuple[frozenset[str], Sequence[int]]]:
+    """Numbers of layers with the same weights and adapters, the names of these inside a layer."""
+    adapted: dict[int, set[str]] = {}
+    for adapter in case.adapters:
+        adapted.setdefault(adapter.layer, set()).add(adapter.module.split(".", 3)[3])
+    kinds: dict[tuple, list[int]] = {}
+    model = case.model
+    for n in range(model.num_hidden_layers):
+        names = frozenset(adapted.get(n, ()))
+        kinds.setdefault((model.indexer_types[n], model.mlp_layer_types[n], names), []).append(n)
+    return ((names, layers) for (*_, names), layers in kinds.items())
+
+
+def _part(weight: Weight) -> str:
+    """Where a layer's projection runs."""
+    if "self_attn." in weight.name:
+        return "indexer" if ".indexer." in weight.name else "attention"
+    return "experts" if weight.routed or weight.name.endswith("mlp.gate.weight") else "dense"
+
+
+def _rows_of(case: Case, weight: Weight) -> float:
+    """Rows that meet a weight; of the experts' weights, slots for each of the experts held."""
+    held = case.model.n_routed_experts // case.ep
+    return case.busiest_slots / held if weight.routed else case.rows
+
+
+def _products(case: Case, weights: Sequence[Weight], *, forward: bool) -> Iterator:
+    """A frozen weight meets its rows in each pass, and is dequantised for it where it is FP8: an
+    element read, one of the activations' written; kv_b_proj twice, once for each half. The
+    indexer's products are counted with its scores (model_cost.flops)."""
+    for weight in weights:
+        part = _part(weight)
+        if len(weight.shape) < 2 or (part == "indexer" and not forward):
+            continue
+        held = weight.numel // (case.ep if weight.routed else 1)
+        kind = "float32" if weight.wide else "experts" if weight.routed else "projections"
+        by_head = "kv_b_proj" in weight.name
+        if part != "indexer":
+            kind = "products by head" if by_head else kind
+            yield (part, kind), 2 * held * _rows_of(case, weight)
+        if weight.scaled and case.form.block is not None:
+            yield (part, "dequantise"), held * (1 + case.item) * (1 + by_head)
+
+
+def _adapters(
+    case: Case, weights: Sequence[Weight], adapted: frozenset[str], *, back: bool
+) -> Iterator:
+    """Thin products, bound by memory. Forward: the input is read, the change is written, and joined
+    with the base's output. Backward: the gradient is read twice, the input once, its gradient
+    written and joined with the base's. kv_b_proj acts on the query and on the output, head by head
+    (models/dsa/attention.py)."""
+    model, item = case.model, case.item
+    heads, latent = model.num_attention_heads, model.kv_lora_rank
+    for weight in weights:
+        name = weight.name.split(".", 3)[3].removesuffix(".weight")
+        if name not in adapted:
+            continue
+        sides = [(weight.shape[-1], weight.shape[-2])]
+        if name.endswith("kv_b_proj"):
+            sides = [(heads * model.qk_nope_head_dim, heads * latent)]
+            sides += [(heads * latent, heads * model.v_head_dim)]
+        here = case.busiest_slots if weight.routed else case.rows
+        for inner, out in sides:
+            moved = 2 * out + 5 * inner if back else inner + 4 * out
+            yield (_part(weight), "elementwise"), here * moved * item
+
+
+def _rows(case: Case, *, sparse: bool, back: bool) -> Iterator:
+    """Bytes of what is no product, adapters aside. A norm reads and writes a row, and reads another
+    in the backward pass; gate, up and their product likewise."""
+    model, rows, item = case.model, case.rows, case.item
+    hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
+    rope, value = model.qk_rope_head_dim, model.v_head_dim
+    norm, gated = (3, 5) if back else (2, 3)
+    # Norms of the latents, the key put together, query rotated and put together, output flattened;
+    # backward also the output's gradient as the kernel wants it.
+    attention = norm * (model.q_lora_rank + latent) + 2 * (latent + rope)
+    attention += heads * (4 * rope + 2 * (latent + rope) + 2 * value + (2 * latent if back else 0))
+    yield ("attention", "elementwise"), rows * attention * item
+    # Two norms and two sums of a layer.
+    yield ("other", "elementwise"), rows * 2 * (norm + 3) * hidden * item
+    if not sparse:
+        yield ("dense", "elementwise"), rows * gated * model.intermediate_size * item
+        return
+    inner = model.moe_intermediate_size
+    yield ("dense", "elementwise"), rows * gated * model.n_shared_experts * inner * item
+    # The router's float32 copy of the rows; gated products; routed and shared outputs summed.
+    router = rows * hidden * (item + 4)
+    yield (
+        ("experts", "elementwise"),
+        (router + case.busiest_slots * gated * inner * item + rows * 3 * hidden * item),
+    )
+    # Rows into the experts' order and slots back into rows; among ranks also into the order of
+    # arrival, and back.
+    moved = 3 * case.slots + rows + (4 * case.busiest_slots if case.ep > 1 else 0)
+    yield ("experts", "permute"), moved * hidden * item
