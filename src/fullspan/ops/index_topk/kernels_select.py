@@ -77,37 +77,6 @@ def _kth_of_list(best, total, KM, K: tl.constexpr, CAP: tl.constexpr, ALL: tl.co
 
 @triton.jit
 @no_type_check
-def _at(best, ext, j, n, m):
-    """Entry j of best[0:n] ++ ext[0:m]; 0 past the end."""
-    return tl.load(tl.where(j < n, best + j, ext + (j - n)), mask=j < n + m, other=0)
-
-
-@triton.jit
-@no_type_check
-def _kth_of_memory(best, ext, n, m, KM, K: tl.constexpr, CAP: tl.constexpr, ALL: tl.constexpr):
-    """As _kth, for a list of any length that is read at every step (adverse data only)."""
-    o = tl.arange(0, CAP)
-    lo = tl.full([], 0, tl.uint32)
-    hi = tl.full([], 0xFFFFFFFF, tl.uint32)
-    clo = n + m
-    chi = 0
-    go = clo > 0
-    while go:
-        mid = (lo + (hi - lo) // 2).to(tl.uint32)
-        c = 0
-        for p in range(0, n + m, CAP):
-            c += tl.sum((_high(_at(best, ext, p + o, n, m)) >= mid).to(tl.int32))
-        enough = c >= K
-        lo = tl.where(enough, mid, lo)
-        clo = tl.where(enough, c, clo)
-        hi = tl.where(enough, hi, mid)
-        chi = tl.where(enough, chi, c)
-        go = (hi - lo > 1) & (clo > KM)
-    return lo, tl.where(clo <= KM, ALL, K - chi)
-
-
-@triton.jit
-@no_type_check
 def _places(key, ok, t, need, a, X: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr):
     """Order-preserving compaction of X keys: (keep, positions from `a` on, next position, ties
     still needed).
@@ -171,9 +140,8 @@ def merge_first_kernel(
 
 @triton.jit
 @no_type_check
-def _append(to, sp, c, J: tl.constexpr):
-    """The first c[i] entries of every segment i, one after the other."""
-    off = tl.cumsum(c, 0) - c
+def _append(to, sp, off, c, J: tl.constexpr):
+    """The first c[i] entries of every segment i, to off[i] and on."""
     for j0 in range(0, tl.max(c), J):
         j = j0 + tl.arange(0, J)
         ok = j[None, :] < c[:, None]
@@ -183,13 +151,13 @@ def _append(to, sp, c, J: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _compact(best, ext, n, m, t, need, PC: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr):
-    """Keep the entries of best[0:n] ++ ext[0:m] at or above t, in place; returns their number."""
+def _compact(best, n, t, need, PC: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr):
+    """Keep the entries of best[0:n] at or above t, in place; returns their number."""
     a = 0
-    for p in range(0, n + m, PC):
+    for p in range(0, n, PC):
         j = p + tl.arange(0, PC)
-        v = _at(best, ext, j, n, m)
-        keep, pos, a, need = _places(_high(v), j < n + m, t, need, a, PC, ALL, ASM)
+        v = tl.load(best + j, mask=j < n, other=0)
+        keep, pos, a, need = _places(_high(v), j < n, t, need, a, PC, ALL, ASM)
         tl.debug_barrier()
         tl.store(best + pos, v, mask=keep)
     return a
@@ -198,43 +166,42 @@ def _compact(best, ext, n, m, t, need, PC: tl.constexpr, ALL: tl.constexpr, ASM:
 @triton.jit
 @no_type_check
 def merge_kernel(
-    SEGS, NUM, TAU, BEST, HAVE, EXT, rows, segments, seg_stride, num_stride, ext_stride, KM,
-    KCAP: tl.constexpr, K: tl.constexpr, SEG: tl.constexpr, TP: tl.constexpr, J: tl.constexpr,
-    PC: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr,
+    SEGS, NUM, TAU, BEST, HAVE, segments, seg_stride, num_stride, KM, KCAP: tl.constexpr,
+    K: tl.constexpr, SEG: tl.constexpr, TP: tl.constexpr, J: tl.constexpr, PC: tl.constexpr,
+    ALL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Append a span's survivors to each row's list; where it grew past KM, cut it back and raise
-    the row's threshold.
+    """One program a row: append a span's survivors to its list; where that grew past KM, cut it
+    back and raise the row's threshold.
+
+    Survivors that the list has no room for wait until it is cut. KCAP >= KM + SEG: a segment always
+    fits.
     """
+    loc = tl.program_id(0).to(tl.int64)
     tt = tl.arange(0, TP)
-    for loc in range(tl.program_id(0), rows, tl.num_programs(0)):
-        wide = loc + tl.full([], 0, tl.int64)  # the interpreter's loop variable is a plain int
-        c = tl.load(NUM + wide * num_stride + tt, mask=tt < segments, other=0)
-        n = tl.load(HAVE + loc)
-        best = BEST + wide * KCAP
-        sp = SEGS + wide * seg_stride + tt * SEG
-        m = tl.sum(c)
-        total = n + m
-        if total <= KCAP:
-            if m > 0:
-                _append(best + n, sp, c, J)
-            if total > KM:
-                tl.debug_barrier()
-                if total <= KCAP // 2:
-                    t, need = _kth_of_list(best, total, KM, K, KCAP // 2, ALL)
-                else:
-                    t, need = _kth_of_list(best, total, KM, K, KCAP, ALL)
-                tl.store(TAU + loc, _float(t))
-                total = _compact(best, best, total, 0, t, need, PC, ALL, ASM)
-        else:
-            # a flood of survivors (scores that rise with the key): exact all the same, but slow
-            ext = EXT + tl.program_id(0).to(tl.int64) * ext_stride
-            _append(ext, sp, c, J)
+    c = tl.load(NUM + loc * num_stride + tt, mask=tt < segments, other=0)
+    n = tl.load(HAVE + loc)
+    upto = tl.cumsum(c, 0)
+    m = tl.sum(c)
+    best = BEST + loc * KCAP
+    sp = SEGS + loc * seg_stride + tt * SEG
+    done = 0
+    go = (m > 0) | (n > KM)
+    while go:
+        here = tl.where((upto > done) & (upto - done <= KCAP - n), c, 0)
+        _append(best + n, sp, upto - c - done, here, J)
+        more = tl.sum(here)
+        n += more
+        done += more
+        if n > KM:
             tl.debug_barrier()
-            t, need = _kth_of_memory(best, ext, n, m, KM, K, KCAP // 2, ALL)
+            if n <= KCAP // 2:
+                t, need = _kth_of_list(best, n, KM, K, KCAP // 2, ALL)
+            else:
+                t, need = _kth_of_list(best, n, KM, K, KCAP, ALL)
             tl.store(TAU + loc, _float(t))
-            total = _compact(best, ext, n, m, t, need, PC, ALL, ASM)
-        tl.store(HAVE + loc, total)
-        tl.debug_barrier()
+            n = _compact(best, n, t, need, PC, ALL, ASM)
+        go = done < m
+    tl.store(HAVE + loc, n)
 
 
 @triton.jit

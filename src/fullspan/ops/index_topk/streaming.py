@@ -25,8 +25,11 @@ BQ = 64  # rows of a block, which share a first key
 SEG = 128  # keys of a segment
 MOST_ROWS = 2048  # of a slab
 FIRST_SPAN = 8192  # keys whose scores are stored whole
-MERGE_PROGRAMS = 264
 SLACK = 4  # a list may hold 1 / SLACK more than topk before it is cut, but after the last span
+# A span has at most so many times the keys before it, and lets through as many entries as a list
+# holds, in the mean; a list has room for 4 / (1 + 1 / SLACK) = 3.2 times the most that it keeps.
+GROWTHS = [1 + tenths / 10 for tenths in range(13)]
+LAUNCH_ROWS = 700  # rows whose merge takes as long as the launches and the last round of a span
 ALL = 1 << 20  # more than any count: no tie is cut
 
 
@@ -60,13 +63,13 @@ Score = Callable[[Span, Ranges, Tensor, Tensor, Tensor], None]
 
 def list_width(topk: int) -> int:
     """Entries of a row's list."""
-    return 4 * max(32, power_of_2(topk))
+    return 4 * max(SEG // 2, power_of_2(topk))
 
 
 def slab_bytes(slab: int, columns: int, topk: int, rows: int) -> int:
     """Workspace of slabs of `slab` rows whose largest span has `columns` keys."""
     lists = slab * (columns * 8 + columns // SEG * 4 + list_width(topk) * 8 + 8)
-    return lists + min(MERGE_PROGRAMS, slab) * columns * 8 + 8 * -(-rows // BQ)
+    return lists + 8 * -(-rows // BQ)
 
 
 def plan_spans(
@@ -74,27 +77,37 @@ def plan_spans(
 ) -> tuple[int, list[tuple[int, int]]]:
     """Rows of a slab and the (offset, keys) of its spans. unit: keys of a score tile; spans are
     multiples of it.
+
+    A smaller slab has room for larger spans, so fewer merges a row, and launches more.
     """
-    slab = min(MOST_ROWS, -(-rows // BQ) * BQ)
     total = -(-(pack + SEG) // unit) * unit
     first = min(max(first // unit, 1) * unit, total)
-    while True:
+    slab, found = min(MOST_ROWS, -(-rows // BQ) * BQ), []
+    while slab:
         room = workspace - slab_bytes(slab, 0, topk, rows)
-        columns = int(room / (slab * (8 + 4 / SEG) + min(MERGE_PROGRAMS, slab) * 8)) // unit * unit
-        if columns >= first or slab == BQ:
-            break
-        slab = max(BQ, slab // 2 // BQ * BQ)
-    if columns < unit:
+        columns = int(room / (slab * (8 + 4 / SEG))) // unit * unit
+        if columns >= (unit if slab == BQ else first):
+            spans = min((_spans(total, min(first, columns), columns, unit, g) for g in GROWTHS),
+                        key=len)  # fmt: skip
+            cost = len(spans) * (rows + LAUNCH_ROWS * -(-rows // slab))
+            found.append((cost, slab, spans))
+        slab = slab // 2 // BQ * BQ
+    if not found:
         least = slab_bytes(BQ, unit, topk, rows)
         raise ConfigError(
             f"ops.workspace_bytes is {workspace}; index_topk of {topk} keys for {rows} rows needs "
             f"at least {least}"
         )
-    first = min(first, columns)
+    return min(found, key=lambda plan: plan[0])[1:]
+
+
+def _spans(total: int, first: int, columns: int, unit: int, growth: float) -> list[tuple[int, int]]:
+    """(offset, keys) of spans over `total` keys, of at most `columns` and growth times what is
+    before them."""
     spans, lo = [], 0
     while lo < total:
-        keys = first if lo == 0 else 2 * first if lo == first else lo
-        keys = min(keys // unit * unit, columns, total - lo)
+        keys = int(growth * lo) // unit * unit if lo else first
+        keys = min(keys, columns, total - lo)
         spans.append((lo, keys))
         lo += keys
     if (
@@ -103,7 +116,7 @@ def plan_spans(
         both = spans[-2][1] + spans[-1][1]
         keys = -(-both // 2 // unit) * unit
         spans[-2:] = [(spans[-2][0], keys), (spans[-2][0] + keys, both - keys)]
-    return slab, spans
+    return spans
 
 
 def block_ranges(key_start: Int64[Tensor, "rows"], key_end: Int64[Tensor, "rows"]) -> Ranges:
@@ -136,7 +149,6 @@ def stream_topk(
     numbers = torch.empty(slab, columns // SEG, dtype=torch.int32, device=device)
     best = torch.empty(slab, list_width(topk), dtype=torch.int64, device=device)
     have = torch.empty(slab, dtype=torch.int32, device=device)
-    extra = torch.empty(min(MERGE_PROGRAMS, slab), columns, dtype=torch.int64, device=device)
     tau: Float32[Tensor, slab] = torch.empty(slab, dtype=torch.float32, device=device)
     ranges = block_ranges(key_start, key_end)
     shape = {"KCAP": best.shape[1], "K": topk}
@@ -157,10 +169,9 @@ def stream_topk(
                 continue
             score(span, ranges, tau, entries, numbers)
             tp = max(32, power_of_2(keys // SEG))
-            merge_kernel[(min(MERGE_PROGRAMS, here),)](
-                entries, numbers, tau, best, have, extra, here, keys // SEG, entries.stride(0),
-                numbers.stride(0), extra.stride(0), most, SEG=SEG, TP=tp, J=max(1, 4096 // tp),
-                **search,
+            merge_kernel[(here,)](
+                entries, numbers, tau, best, have, keys // SEG, entries.stride(0),
+                numbers.stride(0), most, SEG=SEG, TP=tp, J=max(1, 4096 // tp), **search,
                 num_warps=8, maxnreg=128,
             )  # fmt: skip
         emit_kernel[(here,)](
