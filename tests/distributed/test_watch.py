@@ -7,8 +7,11 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -22,6 +25,8 @@ from fullspan.parallel.watch import Watch, client_store, is_lost
 from tests.support.ranks import run_ranks, world_group
 
 TIMEOUT = 3.0
+# Until a stopped process goes on, so that a test that waits for it fails and does not hang.
+LIMIT = 60
 
 
 def free_port() -> int:
@@ -122,27 +127,38 @@ def test_exchanges_are_numbered_in_their_activity_and_waits_keep_the_number():
         assert not any(n.waiting for n in seen)
 
 
-def host(port: int, ready) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=True)
-    ready.set()
-    time.sleep(60)
+def host(connection: Connection) -> None:
+    """Says on which port it has a store, and keeps it until `connection` is closed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    connection.send(store.port)
+    with suppress(EOFError):
+        connection.recv()
     del store
 
 
 def test_a_store_whose_host_has_stopped_does_not_hold_up_the_error(monkeypatch):
-    monkeypatch.setattr(watch_module, "SECONDS_FOR_AN_ANSWER", 0.3)
-    monkeypatch.setattr(watch_module, "SECONDS_OF_SILENCE", 0.1)
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    ready = context.Event()
-    process = context.Process(target=host, args=(port, ready), daemon=True)
+    """The host goes on only after the error; an error that waited for it would quote its answer."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=host, args=(there,), daemon=True)
     process.start()
-    assert ready.wait(60)
+    there.close()
     assert process.pid is not None
-    with Watch(rank=1, size=2, store=client_store("127.0.0.1", port, "watch")) as watch:
-        os.kill(process.pid, signal.SIGSTOP)
-        error = watch.lost(RuntimeError("[gloo/pair.cc:5] Read error. This is typically ..."))
-    process.kill()
-    process.join()
+    goes_on = threading.Timer(LIMIT, os.kill, (process.pid, signal.SIGCONT))
+    try:
+        store = client_store("127.0.0.1", here.recv(), "watch")
+        monkeypatch.setattr(watch_module, "SECONDS_FOR_AN_ANSWER", 0.3)
+        monkeypatch.setattr(watch_module, "SECONDS_OF_SILENCE", 0.1)
+        monkeypatch.setattr(watch_module, "SECONDS_BETWEEN_POSTS", 0.01)  # a post is held up too
+        with Watch(rank=1, size=2, store=store) as watch:
+            os.kill(process.pid, signal.SIGSTOP)
+            goes_on.start()
+            error = watch.lost(RuntimeError("[gloo/pair.cc:5] Read error. This is typically ..."))
+        assert goes_on.is_alive(), "leaving the watch waited for the host"
+    finally:
+        goes_on.cancel()
+        process.kill()
+        process.join()
     assert str(error) == (
         "rank 1 has lost a rank at the start of the run, before its first exchange, and the host "
         "of rank 0, where ranks say what they do, does not answer: Read error."

@@ -49,9 +49,10 @@ class AdapterOptimizer:
 
     def gradient_norm(self, names: Collection[str] | None = None) -> Tensor:
         """The 2-norm of this rank's gradients of `names` (None: of all) together, a scalar in fp32.
-        Missing gradients count as zero."""
+        Missing gradients count as zero. Summed in the parameters' order: that of a set of names
+        differs between processes, and with it the last bit that every rank clips by."""
         chosen = self._parameters if names is None else names
-        gradients = [self._parameters[name].grad for name in chosen]
+        gradients = [p.grad for name, p in self._parameters.items() if name in chosen]
         return torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
 
     def step(self, norm: Tensor) -> float:

@@ -349,10 +349,13 @@ class Session:
         """Of all gradients together, those of other ranks' experts included."""
         if not self._sharded:
             return self.optimizer.gradient_norm()
-        experts = self.optimizer.gradient_norm(self._sharded).square()
+        # Each at a place of its own among zeros: such a sum is exact, so every rank of every group
+        # clips by the same bits, whatever order a group's transport adds in.
+        experts = torch.zeros(self.mesh.ep.size, device=self.device)
+        experts[self.mesh.ep.rank] = self.optimizer.gradient_norm(self._sharded).square()
         all_reduce_sum([experts], self.mesh.ep.group, "the gradient norm")
         others = self.optimizer.gradient_norm(self.adapters.keys() - self._sharded)
-        return (others.square() + experts).sqrt()
+        return (others.square() + experts.sum()).sqrt()
 
     def _result(self, total: Tensor, packs: Sequence[Pack], count: float) -> StepResult:
         all_reduce_sum([total], self.mesh.world.group, "the loss")

@@ -99,6 +99,22 @@ def test_updates_are_those_of_adamw_with_a_schedule_and_clipping(clip_norm):
     assert optimizer.finished_steps == 6
 
 
+def test_the_norm_has_the_same_bits_in_whatever_order_names_come():
+    """Names come as sets of strings, whose order Python draws anew for every process, so for every
+    rank: ranks that clip by unlike bits train unlike adapters."""
+    generator = torch.Generator().manual_seed(1)
+    mine = {f"layer.{n}": nn.Parameter(torch.zeros(7)) for n in range(24)}
+    for parameter in mine.values():
+        parameter.grad = torch.randn(7, generator=generator)
+    optimizer = AdapterOptimizer(mine, OptimConfig(), 1)
+    orders = [[list(mine)[n] for n in torch.randperm(24, generator=generator)] for _ in range(100)]
+    sums = {float(torch.nn.utils.get_total_norm([mine[n].grad for n in o])) for o in orders}
+    assert len(sums) > 1, "the order of a sum must matter here"
+    assert {float(optimizer.gradient_norm(order)) for order in orders} == {
+        float(optimizer.gradient_norm())
+    }
+
+
 def test_a_restored_optimizer_continues_with_the_same_bits():
     config = OptimConfig(lr=0.01, warmup_steps=1, weight_decay=0.05)
     straight = parameters()
