@@ -119,7 +119,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_with_the_same_bits(
     code, out, err = Run(model, tmp_path, 4, **sections).finish()
     assert code == 0, err
     assert re.search(r"resuming from \S+step-[24], ", out)
-    run_ranks(4, _train, model, tmp_path, sections)
+    run_ranks(4, _train, model, tmp_path, sections, timeout=LIMIT)
     resumed, whole = tmp_path / "run", tmp_path / "whole"
     pairs = zip(results(resumed), results(whole), strict=True)
     assert [pair for pair in pairs if pair[0] != pair[1]] == []
