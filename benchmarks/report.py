@@ -104,7 +104,7 @@ def parity_cells(row: Row) -> Cells:
     return {
         **{name: "" if value is None else f"{value:.1e}" for name, value in cells.items()},
         "tensors that do not repeat": "" if bits is None else f"{bits:.0f}",
-        "judged": ", ".join(row["judged"]),
+        "judged": row["judged"],
         "passed": "yes" if row["passed"] else "no",
     }
 
