@@ -28,6 +28,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from fullspan.ops.fp8.kernels import dequantise_kernel
 from fullspan.ops.index_topk import kernels_hopper as index
+from fullspan.ops.index_topk.hopper_backend import BF16 as BF16_SCORES
+from fullspan.ops.index_topk.hopper_backend import FP8 as FP8_SCORES
 from fullspan.ops.sparse_attention import kernels_hopper_backward as backward
 from fullspan.ops.sparse_attention import kernels_hopper_forward as forward
 from fullspan.ops.sparse_attention import triton_backend
@@ -38,11 +40,12 @@ BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
 Entry = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 
-def tiles(rows: int, columns: int, swizzle: int = 128) -> str:
-    """The type of a TMA descriptor over bf16."""
-    layout = f"swizzle_byte_width={swizzle}, element_bitwidth=16, rank=2, transposed=False"
+def tiles(rows: int, columns: int, swizzle: int = 128, element: str = "bf16") -> str:
+    """The type of a TMA descriptor."""
+    bits = 16 if element == "bf16" else 8
+    layout = f"swizzle_byte_width={swizzle}, element_bitwidth={bits}, rank=2, transposed=False"
     layout += ", fp4_padded=False, cga_layout=[]"
-    return f"tensordesc<bf16[{rows}, {columns}],NVMMASharedLayout({layout})>"
+    return f"tensordesc<{element}[{rows}, {columns}],NVMMASharedLayout({layout})>"
 
 
 def forward_kernels() -> Iterator[Entry]:
@@ -53,6 +56,20 @@ def forward_kernels() -> Iterator[Entry]:
         fixed = {"K": 2048, "BK": 64, "HT": tiles_of_heads, "ROPE": rope, "WORDS": 1}
         fixed["HAS_SINK"] = not rope
         yield f"forward {name}", forward.forward_kernel, types, fixed, {"maxnreg": 128}
+
+
+def score_kernels() -> Iterator[Entry]:
+    """Index scores in bf16 and fp8, with the values of their launcher."""
+    types = {"W": FP32, "KS": FP32, "TAU": FP32, "SEGS": INT64}
+    types |= dict.fromkeys(("START", "END", "BASE", "BEND", "NUM"), INT32)
+    numbers = ("row0", "s_q", "s_kv", "lo", "span", "T", "ntiles", "seg_stride", "num_stride")
+    types |= dict.fromkeys(numbers, "i32")
+    for name, element, tuned in (("bf16", "bf16", BF16_SCORES), ("fp8", "fp8e4nv", FP8_SCORES)):
+        queries, keys = (tiles(rows, 128, element=element) for rows in (64, 128))
+        fixed = {"HI": 32, "BQ": 64, "FP8": name == "fp8", "GATE": True, **tuned}
+        yield (
+            f"scores {name}", index.score_kernel, types | {"qd": queries, "kd": keys}, fixed, {}
+        )  # fmt: skip
 
 
 def kernels() -> Iterator[Entry]:
@@ -101,28 +118,7 @@ def kernels() -> Iterator[Entry]:
     }
     fixed = {"K": 2048, "ROPE": True, "GROUP": 16, "R1": 224, "R2": 40}
     yield "dense", backward.dense_kernel, types | {"q0": "i32"}, fixed, {}
-    types = {
-        "qd": tiles(64, 128),
-        "kd": tiles(128, 128),
-        "W": FP32,
-        "KS": FP32,
-        "TAU": FP32,
-        "SEGS": INT64,
-    }
-    types |= dict.fromkeys(("START", "END", "BASE", "BEND", "NUM"), INT32)
-    numbers = ("row0", "s_q", "s_kv", "lo", "span", "T", "ntiles", "seg_stride", "num_stride")
-    fixed = {
-        "HI": 32,
-        "BQ": 64,
-        "NC": 3,
-        "FP8": False,
-        "GATE": True,
-        "ST": 6,
-        "KBUF": 1,
-        "REGS": 160,
-        "KI": 16,
-    }
-    yield "scores", index.score_kernel, types | dict.fromkeys(numbers, "i32"), fixed, {}
+    yield from score_kernels()
 
 
 def compiled(

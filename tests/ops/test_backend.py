@@ -42,6 +42,30 @@ def test_an_unknown_backend_lists_the_known_ones():
         OpOptions(index_topk="flash")
 
 
+def test_fp8_scores_need_a_backend_that_has_them(monkeypatch):
+    """With the answers of a Hopper machine in place of this one's."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(backend.importlib.metadata, "version", lambda _: "3.6.0")
+    backend.choose.cache_clear()
+    gpu = torch.device("cuda")
+    chosen = resolve(OpOptions(index_scores="fp8"), gpu, torch.bfloat16, index_dim=128)
+    assert (chosen.index_topk, chosen.sparse_attention) == ("hopper", "hopper")
+    with pytest.raises(
+        BackendError,
+        match=r"^ops.index_topk = 'triton' cannot run for torch.float8_e4m3fn \(ops.index_scores\) "
+        r"on cuda \(hopper: can run; triton: computes in [^\n]*\)$",
+    ):
+        resolve(OpOptions(index_scores="fp8", index_topk="triton"), gpu, torch.bfloat16)
+    backend.choose.cache_clear()
+
+
+def test_index_scores_have_a_name():
+    with pytest.raises(ConfigError, match=r"^ops.index_scores is 'fp4'; it can be: bf16, fp8$"):
+        OpOptions(index_scores="fp4")
+
+
 @pytest.mark.parametrize("name", ["auto", "reference"])
 def test_a_backend_that_cannot_run_says_why(name):
     with pytest.raises(

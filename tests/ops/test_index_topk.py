@@ -282,3 +282,62 @@ def test_operator_registration(dtype):
     inputs = (query.to(dtype).requires_grad_(), key.to(dtype), weights)
     arguments = (*inputs, *ranges([12, 5], 3), 6, "reference", 1 << 20)
     torch.library.opcheck(op._index_topk, arguments)
+    torch.library.opcheck(op._index_topk, (*arguments, torch.ones(20)))
+
+
+def nearest_e4m3(values: np.ndarray) -> np.ndarray:
+    """Each value at the nearest of the numbers that e4m3 has, of two the one with the even code."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+    codes = np.concatenate([codes[::2], codes[1::2]])  # argmin takes the first of equals
+    at = np.abs(np.abs(values)[..., None] - codes).argmin(-1)
+    return np.sign(values) * codes[at]
+
+
+def powers_and_whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Vectors of whole numbers up to 448 times a power of two, which is then their scale: scores
+    of the rounded ones are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-448, 449, shape, generator=generator).float()
+    values[..., 0] = 448.0
+    return values * 2.0 ** torch.randint(-2, 3, (*shape[:-1], 1), generator=generator)
+
+
+def test_fp8_scores_are_those_of_inputs_rounded_by_vector():
+    rows, heads, dim, topk = 90, 3, 4, 12
+    query, key = (
+        powers_and_whole_numbers(rows, heads, dim, seed=0),
+        powers_and_whole_numbers(rows, dim, seed=1),
+    )
+    query[3], key[5] = 0.0, 0.0
+    weights = torch.randint(-2, 3, (rows, heads), generator=torch.Generator().manual_seed(2))
+    start, end = ranges([60, 25], 5)
+    options = OpOptions(index_scores="fp8")
+    chosen = index_topk(query, key, weights.float(), start, end, topk=topk, options=options)
+
+    def rounded(x: Tensor) -> Tensor:
+        scale = np.abs(x.numpy()).max(-1, keepdims=True) / 448
+        scale[scale == 0] = 1
+        return torch.from_numpy(nearest_e4m3(x.numpy() / scale) * scale)
+
+    expected = scalar_index_topk(rounded(query), rounded(key), weights, start, end, topk)
+    assert chosen.ids.tolist() == expected
+    exact = index_topk(query, key, weights.float(), start, end, topk=topk, options=OPTIONS)
+    assert not torch.equal(chosen.ids, exact.ids)
+
+
+def test_fp8_keys_outside_a_range_may_be_nan():
+    query, key, weights = real_numbers(40, 40, heads=2, dim=8)
+    span = torch.zeros(40).long(), torch.full((40,), 30)
+    options = OpOptions(index_scores="fp8")
+    want = index_topk(query, key, weights, *span, topk=8, options=options)
+    key[30:] = float("nan")
+    assert torch.equal(
+        index_topk(query, key, weights, *span, topk=8, options=options).ids, want.ids
+    )
+
+
+def test_fp8_copies_count_as_workspace():
+    query, key, weights = real_numbers(2, 70_000, heads=2, dim=16)
+    options = OpOptions(index_scores="fp8", workspace_bytes=1 << 20)
+    with pytest.raises(ConfigError, match=r"ops.workspace_bytes is 1048576; the fp8 copies .* 168"):
+        index_topk(query, key, weights, *ranges([2]), topk=8, options=options)

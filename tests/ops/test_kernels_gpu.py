@@ -253,6 +253,28 @@ def test_topk_of_fp8_keys():
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
+def test_topk_of_fp8_by_name():
+    """Halves up to 3.5, which e4m3 holds with a scale of 2^-7: the ids are those of the inputs."""
+    from fullspan.ops.index_topk import reference
+    from fullspan.ops.index_topk.op import index_topk
+    from fullspan.ops.options import OpOptions
+
+    if not usable("hopper"):
+        pytest.skip("needs a Hopper GPU")
+    rng = torch.Generator(device="cuda").manual_seed(0)
+    shapes = ((200, 33, 128), (33333, 128), (200, 33))
+    query, key, weights = (
+        torch.randint(-7, 8, s, generator=rng, device="cuda") / 2 for s in shapes
+    )
+    query[..., 0], key[..., 0] = 3.5, 3.5
+    options = OpOptions(index_scores="fp8", index_topk="hopper")
+    for start, end in topk_ranges(200, 33333).values():
+        want = reference.index_topk(query, key, weights, start, end, 2048, GIB)
+        inputs = (query.bfloat16(), key.bfloat16(), weights, start, end)
+        got = index_topk(*inputs, topk=2048, options=options)
+        assert torch.equal(got.ids, want[0]) and torch.equal(got.counts, want[1])
+
+
 def test_topk_more_slots_than_keys_and_nan_outside_ranges(backend):
     from fullspan.ops.index_topk import reference
 

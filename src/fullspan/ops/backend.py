@@ -27,6 +27,7 @@ Check = Callable[[torch.device, torch.dtype, Widths], str | None]
 
 # Gluon's interface moves between releases: the one that the kernels are tested with.
 GLUON_TRITON = "3.6"
+E4M3 = torch.float8_e4m3fn
 MOST_TOPK = 4096  # keys of a row that the Triton kernels hold in registers
 
 
@@ -77,14 +78,21 @@ def _check_fp8(device: torch.device, dtype: torch.dtype, widths: Widths) -> str 
     return None
 
 
+def _check_index(
+    check: Check, device: torch.device, dtype: torch.dtype, widths: Widths
+) -> str | None:
+    """Scores of e4m3 queries and keys where those of bf16 ones can be."""
+    return check(device, torch.bfloat16 if dtype == E4M3 else dtype, widths)
+
+
 _check_hopper_index = functools.partial(_check_hopper, {"index_dim": (128,)})
 _check_hopper_attention = functools.partial(_check_hopper, {"qk": (576, 512), "value_dim": (512,)})
 
 BACKENDS: dict[str, dict[str, Check]] = {
     "index_topk": {
-        "hopper": _check_hopper_index,
+        "hopper": functools.partial(_check_index, _check_hopper_index),
         "triton": _check_triton,
-        "reference": _check_reference,
+        "reference": functools.partial(_check_index, _check_reference),
     },
     "sparse_attention": {
         "hopper": _check_hopper_attention,
@@ -113,7 +121,10 @@ def resolve(
     known backend and what is against it, when the named one or all of them cannot run.
     """
     known = tuple(sorted(widths.items()))
-    chosen = {op: choose(op, getattr(options, op), device, dtype, known) for op in BACKENDS}
+    kinds = dict.fromkeys(BACKENDS, dtype)
+    if options.index_scores == "fp8":
+        kinds["index_topk"] = E4M3
+    chosen = {op: choose(op, getattr(options, op), device, kinds[op], known) for op in BACKENDS}
     return replace(options, **chosen)
 
 
@@ -136,4 +147,5 @@ def choose(
     if wanted in able:
         logger.info("%s: %s, named by ops.%s", op, wanted, op)
         return wanted
-    raise BackendError(f"ops.{op} = {wanted!r} cannot run for {dtype} on {device} ({listing})")
+    kind = f"{dtype} (ops.index_scores)" if dtype == E4M3 else str(dtype)
+    raise BackendError(f"ops.{op} = {wanted!r} cannot run for {kind} on {device} ({listing})")

@@ -14,12 +14,17 @@ BACKEND_NAMES = {
     "fp8": ("triton", "reference"),
 }
 
+INDEX_SCORES = ("bf16", "fp8")
+
 
 @dataclass(frozen=True, kw_only=True)
 class OpOptions:
     """The [ops] section.
 
     index_topk, sparse_attention, fp8: name of a backend, or "auto" for the first that can run.
+    index_scores: "bf16" multiplies the indexer's queries and keys as the model makes them, "fp8"
+    rounds them to e4m3 with a scale per vector first: faster, and other selections
+    (index_topk/README.md).
     workspace_bytes: bound on the temporaries of index_topk, and on those of sparse_attention.
     loss_chunk_rows: rows whose logits over the vocabulary exist at once.
 
@@ -29,6 +34,7 @@ class OpOptions:
     index_topk: str = "auto"
     sparse_attention: str = "auto"
     fp8: str = "auto"
+    index_scores: str = "bf16"
     workspace_bytes: int = 1 << 30
     loss_chunk_rows: int = 1024
 
@@ -38,6 +44,9 @@ class OpOptions:
             if name not in ("auto", *backends):
                 known = ", ".join(("auto", *backends))
                 raise BackendError(f"ops.{op} is {name!r}; it can be one of: {known}")
+        if self.index_scores not in INDEX_SCORES:
+            known = ", ".join(INDEX_SCORES)
+            raise ConfigError(f"ops.index_scores is {self.index_scores!r}; it can be: {known}")
         for setting, least in (("workspace_bytes", 1 << 20), ("loss_chunk_rows", 1)):
             value = getattr(self, setting)
             if value < least:

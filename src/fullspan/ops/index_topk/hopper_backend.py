@@ -19,10 +19,10 @@ from fullspan.ops.index_topk.streaming import BQ, FIRST_SPAN, SEG, Ranges, Span,
 from fullspan.shapes import Float, Float32, Int32, Int64, Tensor
 
 WIDTH = 128  # of an index head
-CONSUMERS = 3  # warpgroups with 128 keys each
-# stages of queries, key buffers of each consumer, registers of a consumer thread, depth of a wgmma
-BF16 = {"ST": 6, "KBUF": 1, "REGS": 160, "KI": 16}
-FP8 = {"ST": 8, "KBUF": 2, "REGS": 160, "KI": 32}
+# warpgroups with SEG keys each, heads of a stage, stages of queries, key buffers of each warpgroup,
+# registers of its threads, depth of a wgmma
+BF16 = {"NC": 3, "PER": 1, "ST": 6, "KBUF": 1, "REGS": 160, "KI": 16}
+FP8 = {"NC": 2, "PER": 2, "ST": 6, "KBUF": 2, "REGS": 232, "KI": 32}
 
 
 def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
@@ -54,25 +54,25 @@ def index_topk(
             rows, dtype=torch.int32
         )
     tuned = FP8 if fp8 else BF16
+    unit = SEG * tuned["NC"]
     queries = _tiles(query.view(rows, heads * dim), BQ)
     keys = _tiles(key, SEG)
     programs = torch.cuda.get_device_properties(query.device).multi_processor_count
     scales = weights if key_scale is None else key_scale.contiguous()
 
     def score(span: Span, ranges: Ranges, tau: Tensor, out: Tensor, numbers: Tensor) -> None:
-        tiles = span.keys // (SEG * CONSUMERS)
+        tiles = span.keys // unit
         total = tiles * -(-span.rows // BQ)
         score_kernel[(min(programs, total),)](
             queries, keys, weights, scales, ranges.start, ranges.end, ranges.base,
             ranges.block_end, tau, out,
             numbers, span.row0, rows, pack, span.lo, span.keys, tiles, total, out.stride(0),
             numbers.stride(0),
-            HI=heads, BQ=BQ, NC=CONSUMERS, FP8=fp8, GATE=span.gate, **tuned, num_warps=4,
+            HI=heads, BQ=BQ, FP8=fp8, GATE=span.gate, **tuned, num_warps=4,
         )  # fmt: skip
 
     with torch.cuda.device(query.device):
         return stream_topk(
             key_start, key_end, pack=pack, topk=topk, workspace_bytes=workspace_bytes,
-            unit=SEG * CONSUMERS,
-            score=score, first=first,
+            unit=unit, score=score, first=first,
         )  # fmt: skip

@@ -1,14 +1,15 @@
 """Index scores for Hopper (sm_90a), in Triton's Gluon dialect (Triton 3.6), bf16 or fp8 (e4m3).
 
-Persistent and warp-specialised: one warp brings queries, one brings keys (TMA), and each of 3
-consumer warpgroups keeps 128 keys in shared memory and shares the stream of queries, 64 rows of one
-head at a time: an m64n128 wgmma per head into a fresh accumulator, then tot += (x + |x|) * (w / 2),
-which is w * relu(x) exactly (FADD takes |x| for free and is faster than FMNMX). The consumers drift
-apart, so one's epilogue runs under another's products. The epilogue stores the scores, or (GATE)
-packs the survivors of the row's threshold to the front of a segment of 128 keys, in key order, by
-bit counts. Left out: selection and spans (kernels_select.py, streaming.py), launching
-(hopper_backend.py). Kernels carry `no_type_check` so that import hooks which wrap annotated
-functions leave them to Triton.
+Persistent and warp-specialised: one warp brings queries, one brings keys (TMA), and each of NC
+consumer warpgroups keeps 128 keys in shared memory and shares the stream of queries, 64 rows of PER
+heads at a time: an m64n128 wgmma per head into a fresh accumulator, then tot += (x + |x|) * w / 2,
+which is w * relu(x) exactly (FADD takes |x| for free and is faster than FMNMX). In bf16 NC is 3 and
+PER 1, and the consumers drift apart, so that one's sums run under another's products. In fp8,
+whose products take half the time, NC is 2 and PER 2: a consumer's second product runs under its own
+first sum. The epilogue stores the scores, or (GATE) packs the survivors of the row's threshold to
+the front of a segment of 128 keys, in key order, by bit counts. Left out: selection and spans
+(kernels_select.py, streaming.py), launching (hopper_backend.py). Kernels carry `no_type_check` so
+that import hooks which wrap annotated functions leave them to Triton.
 """
 
 from typing import no_type_check
@@ -95,10 +96,10 @@ def _reached(tile, T, BASE, BEND, b0, lo, BK: gl.constexpr):
 def _consume(C: gl.constexpr, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE,
              BEND, TAU, SEGS, NUM, row0, s_q, s_kv,
              lo, span, T, ntiles, seg_stride, num_stride, HI: gl.constexpr, BQ: gl.constexpr,
-             NC: gl.constexpr, ST: gl.constexpr,
-             KBUF: gl.constexpr, FP8: gl.constexpr, GATE: gl.constexpr, KI: gl.constexpr):
+             NC: gl.constexpr, PER: gl.constexpr, ST: gl.constexpr, KBUF: gl.constexpr,
+             FP8: gl.constexpr, GATE: gl.constexpr, KI: gl.constexpr):
     # consumer C owns keys [C * 128, C * 128 + 128) of every tile; all consumers share the
-    # stream of queries, head by head
+    # stream of queries, PER heads a stage
     BK: gl.constexpr = NC * 128
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
         instr_shape=[16, 128, KI])
@@ -120,12 +121,20 @@ def _consume(C: gl.constexpr, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, STA
             kt = ksm.index(slot).permute((1, 0))
             tot = gl.zeros([BQ, 128], gl.float32, L)
             w = gl.load(wp, mask=rm, other=0.0)
-            for h in range(HI):
+            for h in range(0, HI, PER):
                 s = g % ST
                 mbarrier.wait(qfull.index(s), (g // ST) & 1)
-                acc = warpgroup_mma(qsm.index(s), kt, zero, use_acc=False, is_async=True)
-                wn = gl.load(wp + h + 1, mask=rm & (h + 1 < HI), other=0.0)
-                x = warpgroup_mma_wait(0, deps=(acc, ))
+                acc = warpgroup_mma(qsm.index(PER * s), kt, zero, use_acc=False, is_async=True)
+                if PER == 2:
+                    second = warpgroup_mma(qsm.index(2 * s + 1), kt, zero, use_acc=False,
+                                           is_async=True)
+                    w2 = gl.load(wp + h + 1, mask=rm & (h + 1 < HI), other=0.0)
+                wn = gl.load(wp + h + PER, mask=rm & (h + PER < HI), other=0.0)
+                x = warpgroup_mma_wait(PER - 1, deps=(acc, ))
+                if PER == 2:
+                    tot += (x + gl.abs(x)) * (w * 0.5)[:, None]
+                    x = warpgroup_mma_wait(0, deps=(second, ))
+                    w = w2
                 gl.thread_barrier()
                 mbarrier.arrive(qempty.index(s), count=1)
                 # w * relu(x), exactly; FADD runs at twice the rate of FMNMX
@@ -146,18 +155,18 @@ def _consume(C: gl.constexpr, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, STA
 @gluon.jit
 @no_type_check
 def _load_q(qd, qsm, qfull, qempty, BASE, BEND, row0, lo, T, ntiles, HI: gl.constexpr,
-            BQ: gl.constexpr, NC: gl.constexpr,
-            ST: gl.constexpr):
+            BQ: gl.constexpr, NC: gl.constexpr, PER: gl.constexpr, ST: gl.constexpr):
     DI: gl.constexpr = qd.block_type.shape[1]
     g = 0
     for tile in range(gl.program_id(0), ntiles, gl.num_programs(0)):
         if _reached(tile, T, BASE, BEND, row0 // BQ, lo, NC * 128):
-            for h in range(HI):
+            for h in range(0, HI, PER):
                 s = g % ST
                 mbarrier.wait(qempty.index(s), ((g // ST) & 1) ^ 1)
-                mbarrier.expect(qfull.index(s), qd.block_type.nbytes)
-                tma.async_copy_global_to_shared(qd, [row0 + (tile // T) * BQ, h * DI],
-                    qfull.index(s), qsm.index(s))
+                mbarrier.expect(qfull.index(s), PER * qd.block_type.nbytes)
+                for x in gl.static_range(PER):  # past the last head come zeros
+                    tma.async_copy_global_to_shared(qd, [row0 + (tile // T) * BQ, (h + x) * DI],
+                        qfull.index(s), qsm.index(PER * s + x))
                 g += 1
 
 
@@ -183,15 +192,15 @@ def _load_k(kd, ksm, kfull, kempty, BASE, BEND, row0, lo, T, ntiles, BQ: gl.cons
 @no_type_check
 def score_kernel(qd, kd, W, KS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, s_q, s_kv, lo, span,
                  T, ntiles, seg_stride, num_stride,
-                 HI: gl.constexpr, BQ: gl.constexpr, NC: gl.constexpr, ST: gl.constexpr,
-                 KBUF: gl.constexpr, FP8: gl.constexpr,
+                 HI: gl.constexpr, BQ: gl.constexpr, NC: gl.constexpr, PER: gl.constexpr,
+                 ST: gl.constexpr, KBUF: gl.constexpr, FP8: gl.constexpr,
                  GATE: gl.constexpr, KI: gl.constexpr, REGS: gl.constexpr):
-    """ntiles tiles of BQ rows x NC (3) * 128 keys, T of them a block of rows. Arguments as of
+    """ntiles tiles of BQ rows x NC (2 or 3) * 128 keys, T of them a block of rows. Arguments as of
     kernels_scores.score_kernel.
     """
     DI: gl.constexpr = kd.block_type.shape[1]
     ksm = gl.allocate_shared_memory(kd.dtype, [NC * KBUF, 128, DI], kd.layout)
-    qsm = gl.allocate_shared_memory(qd.dtype, [ST, BQ, DI], qd.layout)
+    qsm = gl.allocate_shared_memory(qd.dtype, [ST * PER, BQ, DI], qd.layout)
     qfull = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     qempty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     kfull = gl.allocate_shared_memory(gl.int64, [NC * KBUF, 1], mbarrier.MBarrierLayout())
@@ -205,16 +214,30 @@ def score_kernel(qd, kd, W, KS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, s_
     fence_async_shared()
     gl.thread_barrier()
     # the tuples are written out: a tuple bound to a name loses its compile-time values
-    gl.warp_specialize([
-        (_consume, (0, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND, TAU,
-         SEGS, NUM, row0, s_q, s_kv, lo, span,
-                    T, ntiles, seg_stride, num_stride, HI, BQ, NC, ST, KBUF, FP8, GATE, KI)),
-        (_consume, (1, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND, TAU,
-         SEGS, NUM, row0, s_q, s_kv, lo, span,
-                    T, ntiles, seg_stride, num_stride, HI, BQ, NC, ST, KBUF, FP8, GATE, KI)),
-        (_consume, (2, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND, TAU,
-         SEGS, NUM, row0, s_q, s_kv, lo, span,
-                    T, ntiles, seg_stride, num_stride, HI, BQ, NC, ST, KBUF, FP8, GATE, KI)),
-        (_load_q, (qd, qsm, qfull, qempty, BASE, BEND, row0, lo, T, ntiles, HI, BQ, NC, ST)),
-        (_load_k, (kd, ksm, kfull, kempty, BASE, BEND, row0, lo, T, ntiles, BQ, NC, KBUF)),
-    ], [4, 4, 1, 1], [REGS, REGS, 24, 24])
+    if NC == 3:
+        gl.warp_specialize([
+            (_consume, (0, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND,
+             TAU, SEGS, NUM, row0, s_q, s_kv, lo, span, T, ntiles, seg_stride, num_stride, HI, BQ,
+             NC, PER, ST, KBUF, FP8, GATE, KI)),
+            (_consume, (1, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND,
+             TAU, SEGS, NUM, row0, s_q, s_kv, lo, span, T, ntiles, seg_stride, num_stride, HI, BQ,
+             NC, PER, ST, KBUF, FP8, GATE, KI)),
+            (_consume, (2, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND,
+             TAU, SEGS, NUM, row0, s_q, s_kv, lo, span, T, ntiles, seg_stride, num_stride, HI, BQ,
+             NC, PER, ST, KBUF, FP8, GATE, KI)),
+            (_load_q, (qd, qsm, qfull, qempty, BASE, BEND, row0, lo, T, ntiles, HI, BQ, NC, PER,
+             ST)),
+            (_load_k, (kd, ksm, kfull, kempty, BASE, BEND, row0, lo, T, ntiles, BQ, NC, KBUF)),
+        ], [4, 4, 1, 1], [REGS, REGS, 24, 24])
+    else:
+        gl.warp_specialize([
+            (_consume, (0, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND,
+             TAU, SEGS, NUM, row0, s_q, s_kv, lo, span, T, ntiles, seg_stride, num_stride, HI, BQ,
+             NC, PER, ST, KBUF, FP8, GATE, KI)),
+            (_consume, (1, ksm, qsm, kfull, kempty, qfull, qempty, W, KS, START, END, BASE, BEND,
+             TAU, SEGS, NUM, row0, s_q, s_kv, lo, span, T, ntiles, seg_stride, num_stride, HI, BQ,
+             NC, PER, ST, KBUF, FP8, GATE, KI)),
+            (_load_q, (qd, qsm, qfull, qempty, BASE, BEND, row0, lo, T, ntiles, HI, BQ, NC, PER,
+             ST)),
+            (_load_k, (kd, ksm, kfull, kempty, BASE, BEND, row0, lo, T, ntiles, BQ, NC, KBUF)),
+        ], [4, 1, 1], [REGS, 24, 24])

@@ -7,6 +7,7 @@ differentiable, as the indexer is frozen.
 
 import torch
 
+from fullspan.errors import ConfigError
 from fullspan.ops.backend import on_first_call, resolve
 from fullspan.ops.index_topk import reference
 from fullspan.ops.options import OpOptions
@@ -34,29 +35,44 @@ def index_topk(
 
     score(t, s) = sum_h weights[t, h] * relu(query[t, h] . key[s]) in fp32; of equal scores the
     lowest id wins. Keys outside a row's range are not chosen, whatever they hold; an empty range
-    gives no id. Temporaries stay within options.workspace_bytes whatever the number of keys.
-    Raises BackendError when the named backend cannot run here, ConfigError when the workspace is
-    too small for one row.
+    gives no id. With options.index_scores "fp8" query and key are rounded by
+    `reference.quantise` first, and their scales multiply in fp32. Temporaries stay within
+    options.workspace_bytes whatever the number of keys. Raises BackendError when the named backend
+    cannot run here, ConfigError when the workspace is too small for one row.
     """
     assert topk > 0, topk
     widths = {"index_dim": query.shape[2], "topk": topk}
     backend = resolve(options, query.device, query.dtype, **widths).index_topk
-    tensors = (query.detach(), key.detach(), weights.detach(), key_start, key_end)
-    return Selection(*_index_topk(*tensors, topk, backend, options.workspace_bytes))
+    query, key, weights, scale = query.detach(), key.detach(), weights.detach(), None
+    room = options.workspace_bytes
+    if options.index_scores == "fp8":
+        copies = sum(x.numel() + 8 * x[..., 0].numel() for x in (query, key))
+        room -= copies
+        if room <= 0:
+            raise ConfigError(
+                f"ops.workspace_bytes is {options.workspace_bytes}; the fp8 copies of the "
+                f"indexer's queries and keys take {copies} of it"
+            )
+        query, query_scale = reference.quantise(query)
+        key, scale = reference.quantise(key)
+        weights = weights * query_scale
+    tensors = (query, key, weights, key_start, key_end)
+    return Selection(*_index_topk(*tensors, topk, backend, room, scale))
 
 
 @torch.library.custom_op(
     "fullspan::index_topk",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor weights, Tensor key_start, Tensor key_end, int topk, "
-    "str backend, int workspace_bytes) -> (Tensor, Tensor)",
+    "str backend, int workspace_bytes, Tensor? key_scale=None) -> (Tensor, Tensor)",
 )
-def _index_topk(query, key, weights, key_start, key_end, topk, backend, workspace_bytes):
+def _index_topk(query, key, weights, key_start, key_end, topk, backend, workspace, key_scale=None):
+    scale = () if key_scale is None else (key_scale,)  # `triton` knows none
     run = _IMPLEMENTATIONS[backend]
-    return run(query, key, weights, key_start, key_end, topk, workspace_bytes)
+    return run(query, key, weights, key_start, key_end, topk, workspace, *scale)
 
 
 @_index_topk.register_fake
-def _(query, key, weights, key_start, key_end, topk, backend, workspace_bytes):
+def _(query, key, weights, key_start, key_end, topk, backend, workspace, key_scale=None):
     ids = query.new_empty((query.shape[0], topk), dtype=torch.int32)
     return ids, query.new_empty(query.shape[0], dtype=torch.int32)

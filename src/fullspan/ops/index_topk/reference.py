@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fullspan.errors import ConfigError
+from fullspan.ops.fp8.reference import E4M3, E4M3_MAX
 
 EMPTY = torch.iinfo(torch.int64).min
 LOW_BITS = (1 << 32) - 1
 TILE_KEYS = 256
 TILE_SCORES = 1 << 17  # per head and summed, in a tile, to stay in a core's cache
 BLOCK_KEYS = 1024  # least keys between two selections, unless the workspace is smaller
+QUANTISED = 1 << 22  # elements in fp32 at once
 CANDIDATE_BYTES = 48  # score, packed value and what selecting from them takes
 
 
@@ -31,8 +33,10 @@ def index_topk(
     key_end: Tensor,
     topk: int,
     workspace_bytes: int,
+    key_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """ids int32 [rows, topk] ascending then -1, counts int32 [rows]."""
+    """ids int32 [rows, topk] ascending then -1, counts int32 [rows]. key_scale [pack] multiplies
+    the scores of its key."""
     rows = query.shape[0]
     ids = torch.full((rows, topk), -1, dtype=torch.int32, device=query.device)
     block_rows, block_keys = _block(query, topk, workspace_bytes)
@@ -44,12 +48,27 @@ def index_topk(
         low, high = int(start.min()) // TILE_KEYS * TILE_KEYS, int(end.max())
         best = start.new_full((len(part), topk), EMPTY)
         for first in range(low, high, block_keys):
-            keys = key[first : min(first + block_keys, high)]
-            score = scores(query[part], keys, weights[part])
+            last = min(first + block_keys, high)
+            score = scores(query[part], key[first:last], weights[part])
+            if key_scale is not None:
+                score *= key_scale[first:last]
             candidates = torch.cat([best, pack(score, first, start, end)], 1)
             best = candidates.topk(topk, dim=1, sorted=False).values
         ids[part] = unpack(best)
     return ids, (ids >= 0).sum(1, dtype=torch.int32)
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., dim] in e4m3, and the fp32 scale [...] that takes the largest magnitude of each
+    vector to 448, as DeepSeek-V3.2's indexer has it (without the rotation before it)."""
+    values = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    rows = max(1, QUANTISED * len(x) // max(1, x.numel()))
+    for part, to, own in zip(x.split(rows), values.split(rows), scale.split(rows)):
+        own.copy_(part.abs().amax(-1)).div_(E4M3_MAX)
+        own.masked_fill_(own == 0, 1.0)  # zeros stay zeros
+        to.copy_(part / own[..., None])
+    return values, scale
 
 
 def _block(query: Tensor, topk: int, workspace_bytes: int) -> tuple[int, int]:
