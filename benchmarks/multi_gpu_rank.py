@@ -40,7 +40,7 @@ from fullspan.planning.stand_in import SyntheticRanks, Values, synthetic_pack
 from fullspan.shapes import Tensor
 from fullspan.train.config import RunConfig
 from fullspan.train.session import Session
-from fullspan.train.setup import adapt
+from fullspan.train.setup import adapt, host_memory
 
 PARITY_TRAINED = 0.8  # share of rows with a label; three documents, two of them of 3/8 of the pack
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # targets of parity, beside the run's
@@ -174,7 +174,8 @@ def _too_much(config: RunConfig, length: int, device: torch.device) -> str:
 
 
 def _open(config: RunConfig, mesh: Mesh) -> Session:
-    return adapt(model_of(config, mesh, Values(mesh.device)), config, mesh)[0]
+    model = model_of(config, mesh, Values(mesh.device))
+    return adapt(model, config, mesh, host_memory(config, mesh))[0]
 
 
 def _release(device: torch.device) -> None:

@@ -46,7 +46,12 @@ def test_the_setting_reaches_the_model(tiny_checkpoints, tmp_path):
         train = {"offload_inputs": offload}
         config = run_config(tiny_checkpoints["glm_moe_dsa"], tmp_path, "a", train=train)
         session, _ = open_session(config, Mesh.single(CPU))
-        assert (session.model.model.host is not None) == offload
+        host = session.model.model.host
+        assert (host is not None) == offload
+        if host is not None:
+            config = session.model.config
+            reserved = (config.num_hidden_layers - 1) * host_inputs.PIECE_BYTES
+            assert host.allocated == reserved, "before the first step"
         pack = synthetic_pack(160, document=0, trained=1.0, vocab=session.model.config.vocab_size)
         steps.append((session.forward_backward([pack]), session.optim_step()))
     assert steps[0] == steps[1]
@@ -172,9 +177,10 @@ def test_too_little_host_memory_is_one_line(model, monkeypatch, how):
         monkeypatch.setattr(host_inputs.torch, "empty", refuse)
     memory = model.model.host
     with pytest.raises(BackendError) as caught:
-        memory.take(1 << 21)
+        memory.reserve(3, (1 << 20) + 1)
     message = str(caught.value)
     assert "\n" not in message and "train.offload_inputs = false" in message
+    assert "no 0.01 GiB of" in message or how == "pinning fails"
     assert ("1.0 GiB left" if how == "nothing left" else "CUDA error: out of memory") in message
 
 

@@ -47,7 +47,7 @@ from fullspan.planning.stand_in import SyntheticRanks, Values, random_model, syn
 from fullspan.shapes import Tensor
 from fullspan.train.config import RunConfig
 from fullspan.train.session import Session
-from fullspan.train.setup import DTYPES, adapt, seed_generators
+from fullspan.train.setup import DTYPES, adapt, host_memory, seed_generators
 
 ADAPTER_STD = 0.02  # of lora_b, which is zero in a fresh adapter
 Say = Callable[[str], None]
@@ -180,10 +180,11 @@ class Stage:
         """The session of this rank, with adapters whose every gradient is alive."""
         run = self.case.run
         seed_generators(run.train.seed + self.rank)
+        host = host_memory(run, self.mesh)
         model = model_of(run, self.mesh, self.values)
         if isinstance(model.weights, ShardedWeights):
             self.others.units = model.weights.units
-        session, _ = adapt(model, run, self.mesh)
+        session, _ = adapt(model, run, self.mesh, host)
         with torch.no_grad():
             for name, parameter in session.adapters.items():
                 if name.endswith("lora_b"):

@@ -123,14 +123,32 @@ def open_session(config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
     Raises:
         FullspanError: the model folder, the adapters' targets or the ranks do not fit.
     """
-    return adapt(_load(config, mesh), config, mesh)
+    host = host_memory(config, mesh)
+    return adapt(_load(config, mesh), config, mesh, host)
 
 
-def adapt(model: DsaForCausalLM, config: RunConfig, mesh: Mesh) -> tuple[Session, list[str]]:
-    """`open_session` on a model that is there already."""
+def host_memory(config: RunConfig, mesh: Mesh) -> HostMemory | None:
+    """With train.offload_inputs what the inputs of one microbatch need, reserved: where it is not
+    there, that shows before the weights are read.
+
+    Raises:
+        BackendError: there is too little.
+    """
+    if not config.train.offload_inputs:
+        return None
+    model, found = DsaConfig.load(Path(config.model.path)), HostMemory(mesh.device)
+    rows = config.data.pack_length // mesh.cp.size
+    size = rows * model.hidden_size * DTYPES[config.model.dtype].itemsize
+    found.reserve(model.num_hidden_layers - 1, size)
+    return found
+
+
+def adapt(
+    model: DsaForCausalLM, config: RunConfig, mesh: Mesh, host: HostMemory | None
+) -> tuple[Session, list[str]]:
+    """`open_session` on a model that is there already. host: see `host_memory`."""
     adapted = inject(model, config.lora, mesh.device)
-    if config.train.offload_inputs:
-        model.model.host = HostMemory(mesh.device)
+    model.model.host = host
     session = Session(
         model,
         trainable_parameters(model),

@@ -33,12 +33,25 @@ class HostMemory:
         self._piece_bytes = piece_bytes
         self._free: list[Tensor] = []
 
+    def reserve(self, inputs: int, size: int) -> None:
+        """Pin what `inputs` tensors of `size` bytes need, now and not in the first forward pass.
+
+        Raises:
+            BackendError: there is not that much.
+        """
+        missing = inputs * -(-size // self._piece_bytes) - len(self._free)
+        if missing <= 0:
+            return
+        left = _available_bytes()
+        if left is not None and left < missing * self._piece_bytes + _SPARE_BYTES:
+            reason = f"the machine has {left / _GIB:.1f} GiB left"
+            raise self._refusal(missing * self._piece_bytes, reason)
+        self._free += [self._allocate() for _ in range(missing)]
+
     def take(self, size: int) -> list[Tensor]:
-        """Pieces of `size` bytes together, the last one cut. Raises BackendError."""
-        count = -(-size // self._piece_bytes)
-        while len(self._free) < count:
-            self._free.append(self._allocate())
-        return [self._free.pop() for _ in range(count)]
+        """Pieces of `size` bytes together. Raises BackendError."""
+        self.reserve(1, size)
+        return [self._free.pop() for _ in range(-(-size // self._piece_bytes))]
 
     def give(self, pieces: list[Tensor]) -> None:
         """Pieces back for others."""
@@ -65,22 +78,20 @@ class HostMemory:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def _allocate(self) -> Tensor:
-        left = _available_bytes()
-        if left is not None and left < self._piece_bytes + _SPARE_BYTES:
-            raise self._refusal(f"the machine has {left / _GIB:.1f} GiB left")
         pinned = self._stream is not None
         try:
             piece = torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
-            raise self._refusal(str(error).splitlines()[0]) from None
+            raise self._refusal(self._piece_bytes, str(error).splitlines()[0]) from None
         self.allocated += self._piece_bytes
         return piece
 
-    def _refusal(self, reason: str) -> BackendError:
+    def _refusal(self, size: int, reason: str) -> BackendError:
         return BackendError(
-            f"no host memory for layer inputs beyond {self.allocated / _GIB:.1f} GiB: {reason}; "
-            "every rank of a machine needs what `fullspan plan` says: set train.offload_inputs = "
-            "false, lower data.pack_length or raise parallel.cp"
+            f"no {size / _GIB:.2f} GiB of host memory for layer inputs beside the "
+            f"{self.allocated / _GIB:.2f} GiB that hold some: {reason}; every rank of a machine "
+            "needs what `fullspan plan` says: set train.offload_inputs = false, lower "
+            "data.pack_length or raise parallel.cp"
         )
 
 
