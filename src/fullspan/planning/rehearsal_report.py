@@ -15,7 +15,7 @@ from fullspan.planning.linear_fit import LinearFit
 from fullspan.planning.memory import Memory
 from fullspan.planning.phases import PARTS, PASSES, named
 from fullspan.planning.rehearse import Rehearsal
-from fullspan.planning.report import split_name
+from fullspan.planning.report import split_name, table
 from fullspan.planning.times import Times, link_seconds
 
 _MIB = 1 << 20
@@ -36,11 +36,11 @@ def rehearsal_text(found: Rehearsal, rates: Path | None = None) -> str:
     ]
     if found.rank != case.world - 1:
         lines.append("of contiguous rows the last rank has the most work for the indexer")
-    lines += ["", "memory", *_columns(_memory(found))]
+    lines += ["", "memory", *table(_memory(found))]
     if found.usage.peaks:
         lines += ["", f"{_memory_unit(found)[1]} at most allocated, by part and pass"]
-        lines += _columns(_places(found))
-    lines += ["", "seconds of a step by part and pass", *_columns(_seconds(found))]
+        lines += table(_places(found))
+    lines += ["", "seconds of a step by part and pass", *table(_seconds(found))]
     work = sum(found.seconds.values()) - _of_part(found, "loopback")
     lines.append(f"  {work:.3f} s without the loopback group's copies")
     lines.append(f"  {found.wall:.3f} s by the host's clock")
@@ -48,9 +48,9 @@ def rehearsal_text(found: Rehearsal, rates: Path | None = None) -> str:
         lines += [
             "",
             "the plan's seconds and the measured ones over them",
-            *_columns(_planned(found, planned)),
+            *table(_planned(found, planned)),
         ]
-    lines += ["", "what communication would add, if nothing overlapped it", *_columns(_wire(found))]
+    lines += ["", "what communication would add, if nothing overlapped it", *table(_wire(found))]
     links = case.links
     lines.append(
         f"  at {links.nvlink / 1e9:.0f} GB/s inside a node of {links.ranks_per_node}, "
@@ -59,8 +59,8 @@ def rehearsal_text(found: Rehearsal, rates: Path | None = None) -> str:
     if found.usage.flops is not None:
         lines += ["", f"{found.usage.flops:.4g} FLOPs of matrix products in a step, counted"]
     if found.fits:
-        lines += ["", "peak over rows", *_columns(_fit(found))]
-        lines += ["", "lines through the peaks of each stage", *_columns(_stages(found))]
+        lines += ["", "peak over rows", *table(_fit(found))]
+        lines += ["", "lines through the peaks of each stage", *table(_stages(found))]
         foretold, rows = foretold_peak(found), found.case.rows
         off = 100 * (foretold / found.fits["all"].measured[-1] - 1)
         lines.append(
@@ -272,12 +272,3 @@ def _repeat(unrepeated: Sequence[str]) -> str:
 
 def _of_part(found: Rehearsal, part: str) -> float:
     return sum(seconds for (p, _), seconds in found.seconds.items() if p == part)
-
-
-def _columns(rows: Iterator[Sequence[str]]) -> Iterator[str]:
-    """Words to the left, figures to the right."""
-    every = list(rows)
-    widths = [max(len(row[n]) for row in every) for n in range(len(every[0]))]
-    for first, *others in every:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        yield "  " + "  ".join([first.ljust(widths[0]), *cells]).rstrip()

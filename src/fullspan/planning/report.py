@@ -1,6 +1,6 @@
 """A plan as text, as JSON, and as one line for a run that ran out of memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def search_text(found: Search, gpus: int) -> str:
             )
         )  # fmt: skip
     title = f"{len(found.fitting)} of {found.tried} splits of {gpus} GPUs fit: {memory}"
-    return "\n".join([title, *_table(rows)])
+    return "\n".join([title, *table(rows)])
 
 
 def advice(plan: Plan) -> list[str]:
@@ -85,7 +85,7 @@ def advice(plan: Plan) -> list[str]:
     others = f"the whole pack fits {more} GPUs (parallel.cp = {more}, parallel.ep = {more})"
     if not more:
         others = "no number of GPUs up to 1,024 fits the whole pack"
-    return [*lines, *(f"  {line}" for line in _table(rows)), shorter, others]
+    return [*lines, *(f"  {line}" for line in table(rows)), shorter, others]
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _memory(plan: Plan) -> list[str]:
     verdict = f"{_gib(abs(plan.spare))} GiB {'to spare' if plan.fits else 'too much'}"
     rows.append(("total", f"{_gib(peak.total, 2)}", f"of {_gib(plan.gpu.memory)}: {verdict}"))
     stages = ", ".join(f"{s.stage} {_gib(s.total)}" for s in plan.memory.stages)
-    lines = [title, *_table(rows), f"peak of each stage, GiB: {stages}"]
+    lines = [title, *table(rows), f"peak of each stage, GiB: {stages}"]
     if host := host_bytes(plan.case):
         ranks = min(plan.case.world, plan.case.links.ranks_per_node)
         lines.append(
@@ -221,7 +221,7 @@ def _flops(times: Times) -> list[str]:
     for part in counted.parts:
         rows.append((part, *(_number(counted.of(part, phase) / 1e15) for phase in PASSES)))
     title = f"PFLOP of a pack: {counted.total / 1e15:.1f}, without recompute"
-    return [f"{title} {counted.model / 1e15:.1f}", *_table(rows)]
+    return [f"{title} {counted.model / 1e15:.1f}", *table(rows)]
 
 
 def _wire(traffic: Traffic) -> list[str]:
@@ -235,7 +235,7 @@ def _wire(traffic: Traffic) -> list[str]:
     case = traffic.case
     layer = case.model.num_hidden_layers // 2
     named = ", ".join(f"{k} {v / 1e9:.3f}" for k, v in traffic.of_layer(layer).items())
-    return [total, *_table(rows), f"of layer {layer}: {named}"]
+    return [total, *table(rows), f"of layer {layer}: {named}"]
 
 
 def _seconds(plan: Plan, times: Times) -> list[str]:
@@ -260,7 +260,7 @@ def _seconds(plan: Plan, times: Times) -> list[str]:
         f"{times.tokens_per_second:.0f} token slots a second a GPU",
         f"MFU {times.mfu:.1%} = FLOPs without recompute / (seconds x GPUs x "
         f"{plan.gpu.peak / 1e12:.0f}e12); with recompute {times.hfu:.1%}",
-        *_table(rows),
+        *table(rows),
     ]
 
 
@@ -271,15 +271,16 @@ def _rates(plan: Plan) -> list[str]:
     if plan.case.run.train.offload_inputs:
         rows.append(("host", f"{links.host / 1e9:.0f} GB/s", "assumed: 4/5 of PCIe 5.0 x16"))
     rows.append(("network", f"{links.network / 1e9:.0f} GB/s", "assumed: 4/5 of 400 Gbit/s a GPU"))
-    return ["rates behind the seconds", *_table([("kind", "rate", "source"), *rows])]
+    return ["rates behind the seconds", *table([("kind", "rate", "source"), *rows])]
 
 
 def _rate(kind: str, value: float) -> str:
     return f"{value / 1e12:.3g} {'TB/s' if kind in BY_BYTES else 'TFLOP/s'}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(given: Iterable[Sequence[str]]) -> Iterator[str]:
     """Columns side by side under a heading: words to the left, figures to the right."""
+    rows = list(given)
     columns = range(len(rows[0]))
     widths = [max(len(row[n]) for row in rows) for n in columns]
     figures = [all(_is_figure(row[n]) for row in rows[1:]) for n in columns]
