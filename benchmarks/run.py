@@ -23,7 +23,10 @@ import triton
 
 from fullspan.ops.index_topk import hopper_backend as index_hopper
 from fullspan.ops.index_topk import triton_backend as index_triton
-from fullspan.ops.sparse_attention import hopper_backend, plan, triton_backend
+from fullspan.ops.selection import Selection
+from fullspan.ops.sparse_attention import hopper_backend, triton_backend
+from fullspan.ops.sparse_attention.chunks import choose_rows
+from fullspan.ops.sparse_attention.op import sparse_attention_gradients
 
 CASES = Path(__file__).parent / "cases.toml"
 VALUE = 512
@@ -78,52 +81,34 @@ def attention_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
     counts = torch.full((rows,), topk, dtype=torch.int32, device="cuda")
     backend = hopper_backend if case["backend"] == "hopper" else triton_backend
     workspace = case["workspace_gib"] << 30
-    settings = (None, qk**-0.5, VALUE, workspace)
-    out, lse = backend.forward(query, kv, ids, counts, *settings)
+    settings = (None, qk**-0.5, VALUE)
+    out, lse = backend.forward(query, kv, ids, counts, *settings, workspace)
     work = 2.0 * rows * topk * heads
-    yield "forward", work * (qk + VALUE), lambda: backend.forward(query, kv, ids, counts, *settings)
-    given = (grad, query, kv, ids, counts, out, lse, *settings)
-    yield "backward", work * (3 * qk + 2 * VALUE), lambda: backend.backward(*given)
-    tiles = -(-heads // 64)
-    sizes = plan.Sizes(
-        topk=topk,
-        pack=case["keys"],
-        qk=qk,
-        heads=tiles * 64,
-        itemsize=2,
-        units=units(),
-        tiles=tiles,
+    yield (
+        "forward",
+        work * (qk + VALUE),
+        lambda: backend.forward(query, kv, ids, counts, *settings, workspace),
     )
-    span, chunk = plan.choose_rows(sizes, rows, workspace)
-    starts = range(0, rows, span)
+    work *= 3 * qk + 2 * VALUE
 
-    def plan_all() -> plan.Plan:
-        built = [
-            plan.build_plan(
-                ids,
-                counts,
-                pack=case["keys"],
-                first=first,
-                rows=min(span, rows - first),
-                chunk=chunk,
-            )
-            for first in starts
-        ]
-        return built[0]
+    def backward(selection: Selection) -> None:
+        given = (grad, query, kv, selection, out, lse, *settings, case["backend"], workspace)
+        sparse_attention_gradients(*given)
+
+    yield "backward", work, lambda: backward(Selection(ids, counts))
+    sizes = backend.sizes(query, case["keys"], topk, VALUE, 0)
+    span, chunk = choose_rows(sizes, rows, workspace)
+
+    def plan_all() -> None:
+        for first in range(0, rows, span):
+            part = slice(first, first + span)
+            backend.plan(ids[part], counts[part], sizes, chunk)
 
     yield "plan", 0.0, plan_all
-    if len(starts) == 1:
-        ready = plan_all()
-        yield (
-            "backward_planned",
-            work * (3 * qk + 2 * VALUE),
-            lambda: backend.backward(*given, plan=ready),
-        )
-
-
-def units() -> int:
-    """Multiprocessors."""
-    return torch.cuda.get_device_properties("cuda").multi_processor_count
+    planned = Selection(ids, counts)
+    backward(planned)
+    if planned.plans:
+        yield "backward_planned", work, lambda: backward(planned)
 
 
 def index_runs(case: Case) -> Iterator[tuple[str, float, Run]]:

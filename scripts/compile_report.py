@@ -32,9 +32,9 @@ from fullspan.ops.index_topk.hopper_backend import BF16 as BF16_SCORES
 from fullspan.ops.index_topk.hopper_backend import FP8 as FP8_SCORES
 from fullspan.ops.sparse_attention import kernels_hopper_backward as backward
 from fullspan.ops.sparse_attention import kernels_hopper_forward as forward
-from fullspan.ops.sparse_attention import triton_backend
 from fullspan.ops.sparse_attention.kernels_backward import dquery_kernel
 from fullspan.ops.sparse_attention.kernels_forward import forward_kernel
+from fullspan.ops.sparse_attention.launch import device_tiles
 
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
 Entry = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
@@ -181,7 +181,7 @@ def plain_reports() -> Iterator[dict[str, Any]]:
     dquery_types |= {"LSE": FP32, "DELTA": FP32, "DQUERY": BF16, "PROB": BF16, "DSCORE": BF16}
     dquery_types |= {"row0": "i32", "pack": "i32", "scale": "fp32"}
     for arch, limit in DEVICES.items():
-        sizes = triton_backend.device_tiles(limit * 1024, arch // 10)
+        sizes = device_tiles(limit * 1024, arch // 10)
         fixed = {"HEADS": 64, "TOPK": 2048, "DV": 512, "DR": 64, "DVP": 512, "DRP": 64}
         fixed |= {"HB": sizes.heads, "BK": sizes.keys, "PRECISION": "tf32"}
         for name, kernel, types, own, (stages, warps) in (

@@ -31,12 +31,19 @@ def backend(request) -> str:
 
 def run(case: Attention, backend: str, workspace: int = GIB) -> tuple[torch.Tensor, ...]:
     """out, lse, dquery, dkv, dsink through the ops."""
-    from fullspan.ops.sparse_attention.op import sparse_attention_backward, sparse_attention_forward
+    from fullspan.ops.selection import Selection
+    from fullspan.ops.sparse_attention.op import (
+        sparse_attention_forward,
+        sparse_attention_gradients,
+    )
 
-    inputs = (case.query, case.kv, case.ids, case.counts)
+    selected = Selection(case.ids, case.counts)
     settings = (case.sink, case.scale, case.value_dim, backend, workspace)
-    out, lse = sparse_attention_forward(*inputs, *settings)
-    return out, lse, *sparse_attention_backward(case.grad, *inputs, out, lse, *settings)
+    out, lse = sparse_attention_forward(
+        case.query, case.kv, selected.ids, selected.counts, *settings
+    )
+    given = (case.grad, case.query, case.kv, selected, out, lse, *settings)
+    return out, lse, *sparse_attention_gradients(*given)
 
 
 def check(case: Attention, backend: str, workspace: int = GIB) -> None:
@@ -123,7 +130,7 @@ def test_half_of_the_keys_shared(backend):
 
 def test_chunks_of_rows(backend):
     """A workspace of a few groups, whose bounds are not the whole call's."""
-    from fullspan.ops.sparse_attention.plan import Sizes, choose_rows
+    from fullspan.ops.sparse_attention.chunks import Sizes, choose_rows
 
     sizes = Sizes(topk=512, pack=3000, qk=576, heads=64, itemsize=2, units=132)
     workspace = 50 << 20

@@ -2,6 +2,8 @@
 CPU, compiled on a GPU.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,6 +11,9 @@ from tests.support.selections import Attention, error, exact, make_attention
 from tests.support.triton_interpreter import DEVICE
 
 from fullspan.errors import ConfigError  # isort: skip
+from fullspan.ops.selection import Selection  # isort: skip
+from fullspan.ops.sparse_attention.op import sparse_attention_gradients  # isort: skip
+from fullspan.ops.sparse_attention import chunks as sizing  # isort: skip
 from fullspan.ops.sparse_attention import plan as plans  # isort: skip
 from fullspan.ops.sparse_attention import triton_backend  # isort: skip
 
@@ -22,7 +27,14 @@ def run(
     inputs = (case.query, case.kv, case.ids, case.counts)
     settings = (case.sink, case.scale, case.value_dim, workspace)
     out, lse = triton_backend.forward(*inputs, *settings)
-    return out, lse, *triton_backend.backward(case.grad, *inputs, out, lse, *settings, plan)
+    if plan is not None:
+        dkv = torch.full(case.kv.shape, torch.nan, device=DEVICE)
+        given = (case.grad, *inputs, out, lse, dkv, list(plan), *settings, False)
+        dquery, dsink = triton_backend.backward(*given)
+        return out, lse, dquery, dkv, dsink
+    selected = Selection(case.ids, case.counts)
+    given = (case.grad, case.query, case.kv, selected, out, lse, *settings[:3], "triton")
+    return out, lse, *sparse_attention_gradients(*given, workspace)
 
 
 def check(
@@ -82,16 +94,15 @@ def test_direct_and_shared_keys_and_chunks(monkeypatch):
         for name in ("query", "ids", "counts", "grad")
     }
     case = Attention(kv=kv, sink=None, scale=0.3, value_dim=16, **parts)
-    plan = plans.build_plan(case.ids, case.counts, pack=400, first=0, rows=36, chunk=48)
+    sizes = triton_backend.sizes(case.query, 400, 24, 16, 0)
+    plan = plans.build_plan(case.ids, case.counts, sizes, 48)
     assert plan.mode.tolist() == [1, 0, 0]
     assert int(plan.direct_count[:16].sum()) > 0
     check(case, 2e-6)
-    sizes = triton_backend.sizes_of(
-        case.query, case.kv, triton_backend.shape_of(case.query, 24, 16)
-    )
-    assert plans.choose_rows(sizes, 36, 1 << 17) == (16, 16)
+    assert sizing.choose_rows(sizes, 36, 1 << 17) == (16, 16)
     check(case, 2e-6, workspace=1 << 17)
-    chunked = plans.build_plan(case.ids, case.counts, pack=400, first=0, rows=36, chunk=16)
+    chunked = plans.build_plan(case.ids, case.counts, sizes, 16)
+    assert [chunk.rows for chunk in chunked.chunks(400)] == [16, 16, 4]
     check(case, 2e-6, plan=chunked)
 
 
@@ -100,9 +111,9 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
     it, chunk by chunk.
     """
     monkeypatch.setattr(plans, "FEW_DIRECT", 0)
-    topk, pack, first, rows, chunk = 24, 90, 4, 40, 32
+    topk, pack, rows, chunk = 24, 90, 40, 32
     case = make_attention(
-        rows=44,
+        rows=rows,
         heads=1,
         value=16,
         rope=0,
@@ -112,10 +123,11 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
         counts=(24, 7, 20, 0, 24),
         device=DEVICE,
     )
-    plan = plans.build_plan(case.ids, case.counts, pack=pack, first=first, rows=rows, chunk=chunk)
+    sizes = triton_backend.sizes(case.query, pack, topk, 16, 0)
+    plan = plans.build_plan(case.ids, case.counts, sizes, chunk)
     kinds = set()
-    for part in plan.chunks():
-        start, groups = part.start(pack).tolist(), range(part.groups.start, part.groups.stop)
+    for part in plan.chunks(pack):
+        start, groups = part.start.tolist(), range(part.groups.start, part.groups.stop)
         leaders = {}
         for group in groups:
             shared = plan.leader[group] if int(plan.mode[group]) else torch.empty(0)
@@ -130,19 +142,19 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
                     pairs.append(entry)
                     continue
                 group, place = leaders[entry]
-                block, column = divmod(place, plans.BLOCK)
+                block, column = divmod(place, sizing.BLOCK)
                 active = plan.active[group, block, : int(plan.active_count[group, block])].tolist()
                 slots = plan.slots[group, block, :, column].tolist()
                 assert all(slot < 0 for slot in slots[len(active) :])
                 held = [(row, slot) for row, slot in zip(active, slots) if slot >= 0]
-                base = group * plans.GROUP - part.at
+                base = group * sizing.GROUP - part.at
                 assert all(slot // topk == base + row for row, slot in held)
                 pairs += [slot for _, slot in held]
             wanted = [
                 row * topk + slot
                 for row in range(part.rows)
-                for slot in range(min(topk, int(case.counts[first + part.at + row])))
-                if int(case.ids[first + part.at + row, slot]) == key
+                for slot in range(min(topk, int(case.counts[part.at + row])))
+                if int(case.ids[part.at + row, slot]) == key
             ]
             assert sorted(pairs) == wanted, key
         for row in range(part.rows):
@@ -174,18 +186,24 @@ def test_rows_without_keys():
 
 
 def test_chunks_fit_the_workspace():
-    """At GLM-5.2's widths: below the budget, and rounds of the multiprocessors nearly full."""
-    sizes = plans.Sizes(topk=2048, pack=131072, qk=576, heads=64, itemsize=2, units=132)
-    for gib in (1, 4, 64):
-        for pack in (16384, 131072, 1 << 20):
-            sizes = plans.Sizes(topk=2048, pack=pack, qk=576, heads=64, itemsize=2, units=132)
-            span, chunk = plans.choose_rows(sizes, 4096, gib << 30)
-            table = span * 4 * pack // 16
-            used = span * sizes.plan_row_bytes + 8 * pack * -(-span // chunk)
-            assert used + table <= gib << 30
-            beside = table if span < 4096 else 0
-            assert used + beside + chunk * sizes.row_bytes <= gib << 30
-            assert chunk % plans.GROUP == 0 and (span % chunk == 0 or span >= 4096)
-            assert chunk / (-(-chunk // 132) * 132) > 0.9
+    """At GLM-5.2's widths: below the budget, not much of it where little is won by more, and rounds
+    of the multiprocessors nearly full.
+    """
+    for gib, beside in itertools.product((1, 2, 4, 64), (0, 450_000)):
+        for pack in (8192, 131072, 1 << 20):
+            sizes = sizing.Sizes(
+                topk=2048, pack=pack, qk=576, heads=64, itemsize=2, units=132, beside=beside
+            )
+            for rows in (4096, 10007, 16384):
+                span, chunk = sizing.choose_rows(sizes, rows, gib << 30)
+                while_made = span * (sizes.span_bytes + sizes.table_bytes)
+                buffers = chunk * sizes.row_bytes + 8 * pack * -(-span // chunk)
+                assert max(while_made, span * sizes.span_bytes + buffers) <= gib << 30
+                assert chunk % sizing.GROUP == 0 and (span >= rows or span % chunk == 0)
+                assert chunk / (-(-chunk // 132) * 132) > 0.9
+    roomy = sizing.choose_rows(sizes, 4096, 64 << 30)
+    assert roomy[0] == 4096
+    little = sizing.Sizes(topk=2048, pack=8192, qk=576, heads=64, itemsize=2, units=132)
+    assert sizing.choose_rows(little, 8192, 16 << 30)[1] < 1200
     with pytest.raises(ConfigError, match=r"ops\.workspace_bytes"):
-        plans.choose_rows(sizes, 4096, 1 << 20)
+        sizing.choose_rows(sizes, 4096, 1 << 20)

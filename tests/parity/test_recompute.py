@@ -1,6 +1,12 @@
 """Activation recompute with a selection shared from layer to layer."""
 
+from dataclasses import replace
+
+import pytest
+
 from fullspan.models.dsa.attention import Indexer
+from fullspan.ops import backend
+from fullspan.ops.selection import Selection
 from tests.support.tiny import gradients, local_loss, random_pack, relative, tiny_model
 
 
@@ -59,3 +65,50 @@ def test_a_wrong_microbatch_selection_would_be_seen(tiny_checkpoints):
     losses[0].backward()
     losses[1].backward()
     assert max(relative(got, wanted[name]) for name, got in gradients(model).items()) > 1e-2
+
+
+def seen_selections(model) -> list[Selection]:
+    """Every selection that a layer hands on from now on."""
+    seen = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda layer, given, out: seen.append(out[1]))
+    return seen
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_selection_is_planned_once_a_microbatch(tiny_checkpoints, monkeypatch, recompute):
+    """By the Triton kernels, interpreted, with two microbatches in flight: one plan for all layers
+    and passes that share a selection, gone when the layer that chose the keys is done.
+    """
+    pytest.importorskip("tests.support.triton_interpreter")
+    from fullspan.ops.sparse_attention import launch
+
+    monkeypatch.setitem(backend.BACKENDS["sparse_attention"], "triton", lambda *given: None)
+    backend.choose.cache_clear()
+    made, build = [], launch.build_plan
+
+    def counted(*given):
+        made.append(build(*given))
+        return made[-1]
+
+    monkeypatch.setattr(launch, "build_plan", counted)
+    found = {}
+    for name in ("reference", "triton"):
+        model = tiny_model(tiny_checkpoints["glm_moe_dsa"], recompute=recompute)
+        layers = model.model.layers = model.model.layers[1:4]  # full, shared, shared
+        layers[0].self_attn.indexer.topk = 16  # the interpreter is slow
+        selections = seen_selections(model)
+        for layer in layers:
+            layer.self_attn.options = replace(model.options, sparse_attention=name)
+        packs = [random_pack([40], vocab=model.config.vocab_size, seed=seed) for seed in (0, 1)]
+        losses = [local_loss(model, pack)[0] for pack in packs]
+        for loss in losses:
+            loss.backward()
+            assert not any(selection.plans for selection in selections)
+        found[name] = gradients(model)
+    backend.choose.cache_clear()
+    assert len(made) == 2
+    errors = {
+        name: relative(got, found["reference"][name]) for name, got in found["triton"].items()
+    }
+    assert max(errors.values()) < 1e-5

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 
 import torch
 
+from fullspan.ops.backend import resolve
 from fullspan.ops.index_topk.op import index_topk
 from fullspan.ops.options import OpOptions
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention.op import (
-    sparse_attention,
-    sparse_attention_backward,
     sparse_attention_forward,
+    sparse_attention_gradients,
 )
 from fullspan.parallel.balance import IndexerBalance, Trade
 from fullspan.parallel.collectives import (
@@ -59,7 +59,9 @@ class _AttentionCall:
     scale: float
     value_dim: int
     options: OpOptions
-    group: Group
+    selection: Selection
+    last: bool
+    group: Group | None
     order: "GatherOrder | None"
     gradient: _SumInFlight
 
@@ -90,19 +92,27 @@ class _GatheredSparseAttention(torch.autograd.Function):
     """Sparse attention of local queries over the gathered latent; its gradient sums in float32."""
 
     @staticmethod
-    def forward(ctx, query, latent, gathered, ids, counts, call: _AttentionCall):
-        out, lse = sparse_attention_forward(query, gathered, ids, counts, *call.constants())
-        ctx.save_for_backward(query, gathered, ids, counts, out, lse)
+    def forward(ctx, query, latent, gathered, call: _AttentionCall):
+        chosen = call.selection
+        out, lse = sparse_attention_forward(
+            query, gathered, chosen.ids, chosen.counts, *call.constants()
+        )
+        ctx.save_for_backward(query, gathered, out, lse, chosen.ids, chosen.counts)
         ctx.call = call
         return out
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        query, gathered, *selected = ctx.saved_tensors
+        query, gathered, out, lse, *_ = ctx.saved_tensors
         call = ctx.call
-        grad_query, grad_gathered, _ = sparse_attention_backward(
-            grad_outputs[0].contiguous(), query, gathered, *selected, *call.constants()
-        )
+        grad_query, grad_gathered, _ = sparse_attention_gradients(
+            grad_outputs[0].contiguous(), query, gathered, call.selection, out, lse,
+            *call.constants(),
+        )  # fmt: skip
+        if call.last:
+            call.selection.plans.clear()
+        if call.group is None:
+            return grad_query, grad_gathered.to(gathered.dtype), None, None
         placeholder = None
         if ctx.needs_input_grad[1]:
             if call.order is not None:
@@ -113,7 +123,7 @@ class _GatheredSparseAttention(torch.autograd.Function):
             # Stands for the sum in flight: its values are never read, _AwaitGradient replaces it.
             rows = gathered.shape[0] // call.group.size
             placeholder = gathered.new_zeros(()).expand(rows, gathered.shape[1])
-        return grad_query, placeholder, None, None, None, None
+        return grad_query, placeholder, None, None
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -247,24 +257,23 @@ class SequenceContext:
         latent: GatheredLatent,
         selection: Selection,
         *,
+        last: bool,
         scale: float,
         value_dim: int,
         options: OpOptions,
     ) -> Float[Tensor, "rows heads value"]:
         """Attention of the local queries over the selected keys of the whole pack.
 
-        Gradients flow to `query` and to the latent of every rank.
+        Gradients flow to `query` and to the latent of every rank. last: the backward pass ends its
+        use of the selection here.
         """
-        if self.group is None:
-            out, _ = sparse_attention(
-                query, latent.local, selection, scale=scale, value_dim=value_dim, options=options
-            )
-            return out
-        call = _AttentionCall(scale, value_dim, options, self.group, self.order, latent.gradient)
-        gathered = self._ordered(latent.full.wait())
-        return _GatheredSparseAttention.apply(
-            query, latent.local, gathered, selection.ids, selection.counts, call
+        widths = {"qk": query.shape[2], "value_dim": value_dim, "topk": selection.ids.shape[1]}
+        options = resolve(options, query.device, query.dtype, **widths)
+        call = _AttentionCall(
+            scale, value_dim, options, selection, last, self.group, self.order, latent.gradient
         )
+        gathered = self._ordered(latent.full.wait())
+        return _GatheredSparseAttention.apply(query, latent.local, gathered, call)
 
     def sum_over_ranks(self, local: Tensor) -> Tensor:
         """The sum of `local`, of one shape everywhere, over the ranks of the sequence; with

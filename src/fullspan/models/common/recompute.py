@@ -36,9 +36,8 @@ class _RecomputedLayer(torch.autograd.Function):
             ctx.input.leave()
         here = hidden if ctx.input is None else None
         ctx.save_for_backward(here, selection.ids, selection.counts, *parameters)
-        ctx.mark_non_differentiable(selection.ids, selection.counts)
-        ctx.set_materialize_grads(False)  # none for the selection
-        return out, selection.ids, selection.counts
+        ctx.plans = selection.plans
+        return out, selection  # no tensor, so autograd hands it on as it is
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor | None):
@@ -47,7 +46,7 @@ class _RecomputedLayer(torch.autograd.Function):
             hidden = ctx.input.take()
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[2])
         with torch.enable_grad():
-            out, _ = ctx.call(hidden, Selection(ids, counts))
+            out, _ = ctx.call(hidden, Selection(ids, counts, ctx.plans))
         wanted = [hidden, *parameters] if hidden.requires_grad else parameters
         gradients = list(torch.autograd.grad(out, wanted, grad_outputs[0], materialize_grads=True))
         return None, None, gradients.pop(0) if hidden.requires_grad else None, *gradients
@@ -68,5 +67,4 @@ def run_recomputed(
         inputs: where the layer's input waits, the same for all layers of a forward pass; None: on
             the device.
     """
-    out, ids, counts = _RecomputedLayer.apply(call, inputs, hidden, *parameters)
-    return out, Selection(ids, counts)
+    return _RecomputedLayer.apply(call, inputs, hidden, *parameters)

@@ -171,7 +171,8 @@ class SparseLatentAttention(nn.Module):
         assert selection is not None, "the config guarantees a full layer before every shared one"
         out = sequence.attend(
             self._absorbed_query(q_latent, angles), gathered, selection,
-            scale=self.scale, value_dim=self.latent, options=self.options,
+            last=self.indexer is not None, scale=self.scale, value_dim=self.latent,
+            options=self.options,
         )  # fmt: skip
         return self.o_proj(self.kv_b_proj.project_value(out).flatten(1)), selection
 

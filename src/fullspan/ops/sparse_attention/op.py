@@ -11,6 +11,7 @@ from fullspan.ops.backend import on_first_call, resolve
 from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import reference
+from fullspan.ops.sparse_attention.chunks import choose_rows
 from fullspan.shapes import Float, Tensor
 
 _TRITON = "fullspan.ops.sparse_attention.triton_backend"
@@ -25,6 +26,11 @@ _BACKWARD = {
     "triton": on_first_call(_TRITON, "backward"),
     "reference": reference.backward,
 }
+# Where the backward has a plan: the sizes of a call, and its plan.
+_SIZES = {"hopper": on_first_call(_HOPPER, "sizes"), "triton": on_first_call(_TRITON, "sizes")}
+_PLAN = {"hopper": on_first_call(_HOPPER, "plan"), "triton": on_first_call(_TRITON, "plan")}
+KEPT_SHARE = 4  # plans are kept for the next layer where all of a selection's take 1 / this of the
+# workspace
 
 
 def sparse_attention(
@@ -55,11 +61,61 @@ def sparse_attention(
     return _sparse_attention(query, kv, *selected, sink, *settings)
 
 
+def sparse_attention_gradients(
+    grad_out: Float[Tensor, "rows heads value"],
+    query: Float[Tensor, "rows heads qk"],
+    kv: Float[Tensor, "pack qk"],
+    selection: Selection,
+    out: Float[Tensor, "rows heads value"],
+    lse: Float[Tensor, "rows heads"],
+    sink: Float[Tensor, "heads"] | None,
+    scale: float,
+    value_dim: int,
+    backend: str,
+    workspace: int,
+) -> tuple[Tensor, Float[Tensor, "pack qk"], Float[Tensor, "heads"]]:
+    """(dquery like query, dkv [pack, qk], dsink [heads]); the last two like lse, fp32 or wider.
+
+    dkv is not rounded to kv's dtype here, so that ranks can sum theirs in fp32 before. Plans that
+    the selection holds are used, and those made here are left in it for the next layer, unless they
+    take too much of the workspace.
+    """
+    rows, topk = selection.ids.shape
+    dkv = lse.new_empty(kv.shape)
+    span, chunk, sizes = rows, 0, None
+    if backend in _SIZES:
+        sizes = _SIZES[backend](query, len(kv), topk, value_dim, 0)
+        span, chunk = choose_rows(sizes, rows, workspace)
+    found = []
+    for first in range(0, max(rows, 1), max(span, 1)):
+        part = slice(first, first + span)
+        plan = ()
+        if sizes is not None and rows:
+            key = (first, span, chunk)
+            plan = selection.plans.get(key)
+            if plan is None:
+                plan = _PLAN[backend](selection.ids[part], selection.counts[part], sizes, chunk)
+                if sizes.kept_bytes(rows, chunk) <= workspace // KEPT_SHARE:
+                    selection.plans[key] = plan
+        tensors = (grad_out, query, selection.ids, selection.counts, out, lse)
+        grad, queries, ids, counts, outs, sums = (x[part] for x in tensors)
+        found.append(
+            sparse_attention_backward(
+                grad, queries, kv, ids, counts, outs, sums, dkv, list(plan), sink, scale, value_dim,
+                backend, workspace, first > 0,
+            )
+        )  # fmt: skip
+    dqueries, dsinks = zip(*found)
+    if len(found) == 1:
+        return dqueries[0], dkv, dsinks[0]
+    return torch.cat(dqueries), dkv, torch.stack(dsinks).sum(0)
+
+
 _SETTINGS = "Tensor? sink, float scale, int value_dim, str backend, int workspace_bytes"
 _FORWARD_SCHEMA = f"(Tensor query, Tensor kv, Tensor ids, Tensor counts, {_SETTINGS})"
 _BACKWARD_SCHEMA = (
     "(Tensor grad_out, Tensor query, Tensor kv, Tensor ids, Tensor counts, Tensor out, Tensor lse, "
-    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+    f"Tensor(a!) dkv, Tensor[] plan, {_SETTINGS}, bool add) -> (Tensor, Tensor)"
 )
 
 
@@ -74,17 +130,18 @@ def sparse_attention_forward(query, kv, ids, counts, sink, scale, value_dim, bac
 
 
 @torch.library.custom_op(
-    "fullspan::sparse_attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA
+    "fullspan::sparse_attention_backward", mutates_args=("dkv",), schema=_BACKWARD_SCHEMA
 )
 def sparse_attention_backward(
-    grad_out, query, kv, ids, counts, out, lse, sink, scale, value_dim, backend, workspace
-):
-    """(dquery like query, dkv [pack, qk], dsink [heads]); the last two like lse, fp32 or wider.
-
-    dkv is not rounded to kv's dtype here, so that ranks can sum theirs in fp32 before.
+    grad_out, query, kv, ids, counts, out, lse, dkv, plan, sink, scale, value_dim, backend,
+    workspace, add,
+):  # fmt: skip
+    """(dquery like query, dsink [heads]) of some rows; dkv [pack, qk], like lse, is overwritten, or
+    added to. plan: of these rows, in the chunks that it was made for; []: made here.
     """
     run = _BACKWARD[backend]
-    return run(grad_out, query, kv, ids, counts, out, lse, sink, scale, value_dim, workspace)
+    settings = (sink, scale, value_dim, workspace, add)
+    return run(grad_out, query, kv, ids, counts, out, lse, dkv, plan, *settings)
 
 
 @torch.library.custom_op(
@@ -105,8 +162,9 @@ def _(query, kv, ids, counts, sink, scale, value_dim, backend, workspace):
 
 
 @sparse_attention_backward.register_fake
-def _(grad_out, query, kv, ids, counts, out, lse, sink, scale, value_dim, backend, workspace):
-    return query.new_empty(query.shape), lse.new_empty(kv.shape), lse.new_empty(query.shape[1])
+def _(grad_out, query, kv, ids, counts, out, lse, dkv, plan, sink, scale, value_dim, backend,
+      workspace, add):  # fmt: skip
+    return query.new_empty(query.shape), lse.new_empty(query.shape[1])
 
 
 def _setup_context(ctx, inputs, output):
@@ -116,10 +174,12 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_out, _):
-    *tensors, sink = ctx.saved_tensors
-    dquery, dkv, dsink = sparse_attention_backward(grad_out, *tensors, sink, *ctx.settings)
+    query, kv, ids, counts, out, lse, sink = ctx.saved_tensors
+    dquery, dkv, dsink = sparse_attention_gradients(
+        grad_out, query, kv, Selection(ids, counts), out, lse, sink, *ctx.settings
+    )
     dsink = None if sink is None else dsink.to(sink.dtype)
-    return dquery, dkv.to(tensors[1].dtype), None, None, dsink, None, None, None, None
+    return dquery, dkv.to(kv.dtype), None, None, dsink, None, None, None, None
 
 
 _sparse_attention.register_autograd(_backward, setup_context=_setup_context)

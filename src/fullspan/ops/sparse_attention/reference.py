@@ -7,7 +7,7 @@ slots they use, so that the first rows of a document do not pay for topk, and so
 multiples of four) the bits of a row do not depend on its neighbours.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,15 +61,22 @@ def backward(
     counts: Tensor,
     out: Tensor,
     lse: Tensor,
+    dkv: Tensor,
+    plan: Sequence[Tensor],
     sink: Tensor | None,
     scale: float,
     value_dim: int,
     workspace_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dquery like query; dkv [pack, qk] and dsink [heads] in fp32 or wider."""
+    add: bool,
+) -> tuple[Tensor, Tensor]:
+    """dquery like query, dsink [heads] in fp32 or wider; dkv [pack, qk], like dsink, is written or
+    added to. There is no plan here."""
+    assert not plan
     wide, heads, width = lse.dtype, query.shape[1], kv.shape[1]
     dquery = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    dkv, means = lse.new_zeros(kv.shape), lse.new_zeros(lse.shape)
+    means = lse.new_zeros(lse.shape)
+    if not add:
+        dkv.zero_()
     slot_bytes = _gathered_bytes(kv, wide) + wide.itemsize * (width + 4 * heads)
     block = _block_slots(ids, slot_bytes, 10 * wide.itemsize * heads * width, workspace_bytes)
     keys, dkeys, probs, dprobs, both = (
@@ -89,8 +96,8 @@ def backward(
         _bmm(both.mT, torch.cat([scaled, pad(pull, (0, width - value_dim))], 1), dkeys)
         _scatter_add(dkv, slots.flatten(), dkeys.flatten(0, 1))
     if sink is None:
-        return dquery, dkv, lse.new_zeros(heads)
-    return dquery, dkv, -((sink.to(wide) - lse).exp_() * means).sum(0)
+        return dquery, lse.new_zeros(heads)
+    return dquery, -((sink.to(wide) - lse).exp_() * means).sum(0)
 
 
 def _block_slots(ids: Tensor, slot_bytes: int, row_bytes: int, workspace_bytes: int) -> int:

@@ -1,0 +1,328 @@
+"""What the kernel backends share: sizes of a call, and the backward pass over kernels that each
+backend brings.
+
+Deterministic: nothing is added by a float atomic, and the order of every sum is the plan's. Left
+out: autograd and checks (op.py), the forward pass.
+"""
+
+# A kernel is launched by an index, with options beside its own arguments: pyright knows neither.
+# pyright: reportCallIssue=false, reportIndexIssue=false
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from fullspan.ops.sizes import ceil_div, power_of_2
+from fullspan.ops.sparse_attention.chunks import BLOCK, GROUP, Sizes, choose_rows
+from fullspan.ops.sparse_attention.kernels_backward import (
+    delta_kernel,
+    direct_kernel,
+    segment_kernel,
+    union_kernel,
+)
+from fullspan.ops.sparse_attention.plan import Chunk, Plan, build_plan
+from fullspan.shapes import Float, Float32, Int32, Tensor
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Sizes of one device class: heads and keys of a tile, column tile of a partial row, stages and
+    warps of each kernel.
+    """
+
+    heads: int
+    keys: int
+    columns: int
+    forward: tuple[int, int]
+    dquery: tuple[int, int]
+    partial: tuple[int, int]
+
+
+# by shared memory that a block can have: 227 KiB (sm_90; sm_100, where a pipeline takes more),
+# 163 KiB (sm_80), 99 KiB (sm_86, sm_89, sm_120). Measured on sm_90 alone.
+LARGE = Tiles(heads=64, keys=64, columns=256, forward=(2, 8), dquery=(1, 8), partial=(3, 8))
+LARGE_SM100 = Tiles(heads=64, keys=64, columns=256, forward=(1, 8), dquery=(1, 8), partial=(3, 8))
+MIDDLE = Tiles(heads=32, keys=32, columns=128, forward=(2, 8), dquery=(1, 8), partial=(2, 8))
+SMALL = Tiles(heads=16, keys=32, columns=128, forward=(1, 4), dquery=(1, 4), partial=(2, 4))
+FLOAT32 = Tiles(heads=16, keys=16, columns=64, forward=(1, 4), dquery=(1, 4), partial=(1, 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the kernels need to know of a call's widths, as compile-time numbers."""
+
+    heads: int
+    topk: int
+    value: int
+    rope: int
+    tiles: Tiles
+    precision: str
+
+    @property
+    def head_tile(self) -> int:
+        return min(self.tiles.heads, max(16, power_of_2(self.heads)))
+
+    @property
+    def padded_heads(self) -> int:
+        return ceil_div(self.heads, self.head_tile) * self.head_tile
+
+    @property
+    def value_padded(self) -> int:
+        return max(16, power_of_2(self.value))
+
+    @property
+    def rope_padded(self) -> int:
+        return max(16, power_of_2(self.rope)) if self.rope else 0
+
+    def widths(self) -> dict[str, int]:
+        return {
+            "DV": self.value,
+            "DR": self.rope,
+            "DVP": self.value_padded,
+            "DRP": self.rope_padded,
+        }
+
+    def fixed(self) -> dict[str, int | str]:
+        """What the kernels of partial rows share."""
+        return {
+            "HEADS": self.heads, "DV": self.value, "DR": self.rope, "HP": self.padded_heads,
+            "HB": self.head_tile, "GROUP": GROUP, "PRECISION": self.precision,
+        }  # fmt: skip
+
+    def columns(self) -> dict[str, int]:
+        bn = min(self.tiles.columns, self.value_padded)
+        tiles = self.value_padded // bn
+        return {"BN": bn, "TILES": tiles, "BR": max(16, self.rope_padded // tiles)}
+
+
+def tiles_for(device: torch.device, dtype: torch.dtype) -> Tiles:
+    """Sizes for a device and input type; the interpreter takes the smallest."""
+    if dtype == torch.float32 or device.type != "cuda":
+        return FLOAT32
+    properties = torch.cuda.get_device_properties(device)
+    return device_tiles(properties.shared_memory_per_block_optin, properties.major)
+
+
+def device_tiles(shared: int, major: int) -> Tiles:
+    """Sizes for a half-precision call where a block can have `shared` bytes of shared memory."""
+    if shared >= 220 * 1024:
+        return LARGE if major < 10 else LARGE_SM100
+    return MIDDLE if shared >= 160 * 1024 else SMALL
+
+
+def shape_of(device: torch.device, dtype: torch.dtype, sizes: Sequence[int], value: int) -> Shape:
+    """The Shape of a call. sizes: heads, qk, topk."""
+    heads, qk, topk = sizes
+    return Shape(
+        heads=heads,
+        topk=topk,
+        value=value,
+        rope=qk - value,
+        tiles=tiles_for(device, dtype),
+        precision="ieee" if dtype == torch.float32 else "tf32",
+    )
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device; make it the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 in the interpreter."""
+    cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Tensors of a backward pass, contiguous, with heads and slots as its kernels want them.
+
+    lse, delta [rows, heads]: delta sums grad_out * out over the value channels. prob, dscore
+    [slots of a chunk, padded heads] and part [slots of a chunk, qk]: P, dS and partial rows of the
+    chunk at hand.
+    """
+
+    query: Float[Tensor, "rows heads qk"]
+    kv: Float[Tensor, "pack qk"]
+    ids: Int32[Tensor, "rows topk"]
+    counts: Int32[Tensor, "rows"]
+    grad_out: Float[Tensor, "rows heads value"]
+    lse: Float32[Tensor, "rows heads"]
+    delta: Float32[Tensor, "rows heads"]
+    dquery: Float[Tensor, "rows heads qk"]
+    prob: Tensor
+    dscore: Tensor
+    part: Tensor
+    shape: Shape
+    scale: float
+
+
+class Kernels(ABC):
+    """What a backend computes its own way, for one call. heads, slots: it wants multiples of."""
+
+    heads: int
+    slots: int
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    @abstractmethod
+    def dquery(self, chunk: Chunk) -> None:
+        """Query gradient of a chunk, and its P and dS."""
+
+    @abstractmethod
+    def partials(self, chunk: Chunk) -> None:
+        """Partial rows of a chunk, from its P and dS."""
+
+
+def sizes_of(
+    kernels: type[Kernels], query: Tensor, pack: int, topk: int, value: int, beside: int
+) -> Sizes:
+    """Sizes of a call with queries like `query` [rows, heads, qk]."""
+    _, heads, qk = query.shape
+    heads, topk = (ceil_div(n, m) * m for n, m in ((heads, kernels.heads), (topk, kernels.slots)))
+    shape = shape_of(query.device, query.dtype, (heads, qk, topk), value)
+    return Sizes(
+        topk=topk, pack=pack, qk=qk, heads=shape.padded_heads, itemsize=query.element_size(),
+        units=multiprocessors(query.device), tiles=shape.padded_heads // shape.head_tile,
+        beside=beside,
+    )  # fmt: skip
+
+
+def make_plan(
+    kernels: type[Kernels], ids: Tensor, counts: Tensor, sizes: Sizes, chunk: int
+) -> Plan:
+    """The plan of ids as a backend wants them."""
+    return build_plan(whole(ids, 1, kernels.slots, -1), counts.contiguous(), sizes, chunk)
+
+
+def backward(
+    kernels: type[Kernels],
+    grad_out: Float[Tensor, "rows heads value"],
+    query: Float[Tensor, "rows heads qk"],
+    kv: Float[Tensor, "pack qk"],
+    ids: Int32[Tensor, "rows topk"],
+    counts: Int32[Tensor, "rows"],
+    out: Float[Tensor, "rows heads value"],
+    lse: Float32[Tensor, "rows heads"],
+    dkv: Float32[Tensor, "pack qk"],
+    plan: Sequence[Tensor],
+    sink: Float[Tensor, "heads"] | None,
+    scale: float,
+    value_dim: int,
+    workspace_bytes: int,
+    add: bool,
+) -> tuple[Float[Tensor, "rows heads qk"], Float32[Tensor, "heads"]]:
+    """Gradients of query (its dtype) and sink (fp32, zeros without one); that of kv is written to
+    dkv, or added to it. Same bits on every run.
+
+    plan: a Plan of all rows (its chunks then decide the memory); (): made here.
+    """
+    rows, heads, _ = query.shape
+    dsink = torch.zeros(heads, dtype=torch.float32, device=query.device)
+    if rows == 0:
+        if not add:
+            dkv.zero_()
+        return torch.empty_like(query), dsink
+    query, grad_out, out, lse = (whole(x, 1, kernels.heads) for x in (query, grad_out, out, lse))
+    ids, counts = whole(ids, 1, kernels.slots, -1), counts.contiguous()
+    shape = shape_of(query.device, query.dtype, (*query.shape[1:], ids.shape[1]), value_dim)
+    with on_device(query):
+        made = (
+            Plan(*plan) if plan else _plan(kernels, query, kv, ids, counts, shape, workspace_bytes)
+        )
+        chunks = made.chunks(len(kv))
+        slots = chunks[0].rows * shape.topk
+        call = Call(
+            query=query, kv=kv.contiguous(), ids=ids, counts=counts, grad_out=grad_out, lse=lse,
+            delta=_row_products(grad_out, out, shape), dquery=torch.empty_like(query),
+            prob=query.new_empty(slots, shape.padded_heads),
+            dscore=query.new_empty(slots, shape.padded_heads),
+            part=query.new_empty(slots, query.shape[2]), shape=shape, scale=scale,
+        )  # fmt: skip
+        own = kernels(call)
+        for chunk in chunks:
+            own.dquery(chunk)
+            own.partials(chunk)
+            _add_up(call, chunk, dkv, add or chunk.at > 0)
+        if sink is not None:
+            delta, lse = call.delta[:, :heads], lse[:, :heads]
+            # Minus its own probability times delta, summed over rows in a fixed order.
+            dsink = -(torch.exp(sink.float()[None, :] - lse) * delta).sum(0)
+    return call.dquery[:, :heads].contiguous(), dsink
+
+
+def _plan(
+    kernels: type[Kernels], query: Tensor, kv: Tensor, ids: Tensor, counts: Tensor, shape: Shape,
+    workspace: int,
+) -> Plan:  # fmt: skip
+    """The plan of one call of its own; its rows are one span."""
+    sizes = sizes_of(kernels, query, len(kv), ids.shape[1], shape.value, 0)
+    _, chunk = choose_rows(sizes, len(ids), workspace)
+    return build_plan(ids, counts, sizes, chunk)
+
+
+def whole(x: Tensor, dim: int, multiple: int, value: float = 0.0) -> Tensor:
+    """x with whole multiples along a dimension, contiguous."""
+    missing = -x.shape[dim] % multiple
+    return pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing), value=value).contiguous()
+
+
+def _row_products(grad_out: Tensor, out: Tensor, shape: Shape) -> Float32[Tensor, "rows heads"]:
+    """sum over the value channels of grad_out * out."""
+    delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+    delta_kernel[(len(out), shape.padded_heads // shape.head_tile)](
+        out, grad_out, delta, HEADS=shape.heads, DV=shape.value, HB=shape.head_tile,
+        DVP=shape.value_padded, num_warps=8,
+    )  # fmt: skip
+    return delta
+
+
+def launch_union(call: Call, chunk: Chunk, descriptors: tuple[Any, ...] | None = None) -> None:
+    """Partial rows of the shared keys. descriptors: TMA over query's values, its rope and grad_out
+    instead.
+    """
+    shape, plan, groups = call.shape, chunk.plan, chunk.groups
+    stages, warps = shape.tiles.partial
+    columns, blocks = shape.columns(), plan.slots.shape[1]
+    union_kernel[((groups.stop - groups.start) * blocks * columns["TILES"],)](
+        *(descriptors or (call.query, call.query, call.grad_out)), call.prob, call.dscore,
+        plan.slots[groups], plan.leader[groups], plan.active[groups], plan.active_count[groups],
+        call.part, chunk.at, **shape.fixed(), **columns, BLOCKS=blocks, BM=BLOCK,
+        TMA=descriptors is not None, STAGES=stages, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def launch_direct(call: Call, chunk: Chunk, *, skip_dense: bool) -> None:
+    """Partial rows of the direct pairs. skip_dense: leave the groups that share nothing to another
+    kernel.
+    """
+    shape, plan, window = call.shape, chunk.plan, chunk.window
+    stages = shape.tiles.partial[0]
+    narrow = min(128, shape.columns()["BN"])
+    tiles = shape.value_padded // narrow
+    direct_kernel[(chunk.rows * tiles,)](
+        call.query, call.grad_out, call.prob, call.dscore, plan.direct[window],
+        plan.direct_count[window], plan.mode[chunk.groups], call.part, chunk.at, **shape.fixed(),
+        TOPK=shape.topk, BM=min(64, 2 * shape.tiles.keys), BN=narrow,
+        BR=max(16, shape.rope_padded // tiles), TILES=tiles, SKIP_DENSE=skip_dense, STAGES=stages,
+        num_warps=4, num_stages=stages,
+    )  # fmt: skip
+
+
+def _add_up(call: Call, chunk: Chunk, dkv: Tensor, add: bool) -> None:
+    """Sum the partial rows of every key into dkv, or onto it."""
+    pack = len(dkv)
+    keys = 8 if add else 1  # where there is something already, most keys have nothing to add
+    segment_kernel[(ceil_div(pack, keys),)](
+        call.part, chunk.plan.order, chunk.start, dkv, pack, **call.shape.widths(), KEYS=keys, R=8,
+        ADD=add, num_warps=2,
+    )  # fmt: skip
