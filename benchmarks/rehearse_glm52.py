@@ -46,7 +46,11 @@ def _short(step: int) -> tuple[str, ...]:
 
 
 ROWS = {
-    "131k-cp32": Row(config="glm52_131k_32xh200.toml", words=("--steps", "1", "--repeat")),
+    # Long enough for one stage to be the highest at every length.
+    "131k-cp32": Row(
+        config="glm52_131k_32xh200.toml",
+        words=("--steps", "1", "--repeat", "--lengths", "81920,90112,98304,106496,114688"),
+    ),
     "131k-cp32-fast": Row(
         config="glm52_131k_32xh200.toml", words=("--fit", "0", "--ops.deterministic", "false")
     ),

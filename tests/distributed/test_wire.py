@@ -153,9 +153,11 @@ def expected(settings: dict, ranks: list[dict], rank: int) -> Counter:
             )  # fmt: skip
             for (phase, item), count in budget.items():
                 bytes_of[phase, unit, item] += count
-        # Each unit is gathered while the one before it, in the order of the pass, runs.
+        # Each layer is gathered while the unit before it, in the order of the pass, runs; the
+        # embedding and the head when they run.
         bytes_of["forward", 0, "weights"] += shares[0]
-        for unit in (0, *layers):
+        bytes_of["forward", layers[-1] + 1, "weights"] += shares[-1]
+        for unit in range(layers[-1]):
             bytes_of["forward", unit, "weights"] += shares[unit + 1]
         bytes_of["recompute", layers[-1], "weights"] += shares[layers[-1]]
         for unit in layers[1:]:  # the embedding does not run backward

@@ -3,8 +3,8 @@
 A unit is what runs as one: the embedding, a layer, the head. Its weights are laid out one after the
 other as bytes, whatever their dtypes, and rank r of N holds the r-th N-th of them: resident bytes
 fall as 1 / N. One all-gather brings a unit together; its tensors are then views, so nothing is
-copied. While a unit runs, the gather of the next one (in the backward pass, of the one before) is
-under way: at most two units are whole at a time.
+copied. While a unit runs, the gather of the next layer (in the backward pass, of the one before) is
+under way: at most two layers are whole at a time, or the embedding and a layer, or the head.
 
 The weights are handed to the module for the one call (`torch.func.functional_call`); the module
 itself keeps parameters without storage. Autograd graphs hold what they need of a gathered unit, and
@@ -126,8 +126,8 @@ class ShardedWeights(WeightStore):
         gathered = pending.wait()
         following = unit - 1 if backward else unit + 1
         self._ahead.clear()
-        # Backward, unit 0 (the embedding) does not run: it would lie there for a whole step.
-        if (1 if backward else 0) <= following < len(self.units):
+        # Embedding and head are as large as ten layers: not there while another unit runs.
+        if 0 < following < len(self.units) - 1:
             self._ahead[following] = self._start(following)
         views = self.units[unit].views(gathered)
         names = self._module_names(unit, module)

@@ -14,6 +14,7 @@ from fullspan.planning.memory import Memory, Phase
 from fullspan.planning.times import Times
 from fullspan.planning.wire import Traffic
 
+_ALIKE = 0.02  # seconds that differ by less are no reason to choose
 _LEAST_ROWS, _MOST_ROWS = 2, 1 << 30  # of a pack
 # Item of a plan -> the setting that makes it smaller.
 _SETTINGS = {
@@ -84,8 +85,9 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """fitting: (plan, its times) of every split that fits, fastest first. closest: the split with
-    the least memory, whether it fits or not. tried: how many splits the ranks allow."""
+    """fitting: (plan, its times) of every split that fits, fastest first; of those that are as fast
+    the one with most to spare. closest: the split with the least memory, whether it fits or not.
+    tried: how many splits the ranks allow."""
 
     fitting: Sequence[tuple[Plan, Times]]
     closest: Plan
@@ -101,8 +103,13 @@ def search(case: Case, gpu: Gpu, gpus: int) -> Search:
     plans = [Plan.of(split, gpu) for split in splits(case, gpus)]
     assert plans, "a rank for each pack, with all experts, is always a split"
     timed = [(plan, plan.times()) for plan in plans if plan.fits]
+    fastest = min((times.per_pack for _, times in timed), default=1.0)
+
+    def order(pair: tuple[Plan, Times]) -> tuple[int, int]:
+        return int((pair[1].per_pack / fastest - 1) / _ALIKE), -pair[0].spare
+
     return Search(
-        fitting=sorted(timed, key=lambda pair: (pair[1].per_pack, -pair[0].spare)),
+        fitting=sorted(timed, key=order),
         closest=min(plans, key=lambda plan: plan.memory.peak.total),
         tried=len(plans),
     )

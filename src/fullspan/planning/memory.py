@@ -138,7 +138,7 @@ def _changing(case: Case) -> Iterator[tuple[str, str, dict[str, int]]]:
         before = elements * WIDE if several else 0
         kept = kept_upto[number + 1 if recompute else number]
         for name, items in layer.forward_moments().items():
-            whole = gathered(unit, unit + 1)
+            whole = gathered(*range(unit, min(unit + 1, len(layers)) + 1))
             changing = {**resident, "adapter gradients": before, **kept, **whole, **items}
             yield "forward", f"layer {number}, {name}", changing
         back = {

@@ -159,23 +159,23 @@ class Traffic:
             )  # fmt: skip
 
     def _weights(self, recompute: bool) -> Iterator[Transfer]:
-        """Each unit is gathered while the one before it, in the order of the pass, runs: the
-        transfer counts for the unit that runs. The embedding has none before it, and does not run
-        in the backward pass."""
+        """Each layer is gathered while the unit before it, in the order of the pass, runs: the
+        transfer counts for the unit that runs. The embedding and the head are gathered when they
+        run, and do not run in the backward pass."""
         case = self.case
         if not case.run.parallel.shard_weights or case.world == 1:
             return
         shares = unit_shares(case.model, case.form, case.world)
         last = case.model.num_hidden_layers
-        moves = [("forward", 0, shares[0])]
-        moves += [("forward", unit, shares[unit + 1]) for unit in range(last + 1)]
+        moves = [("forward", unit, unit, "embedding and head") for unit in (0, last + 1)]
+        moves += [("forward", unit, unit + 1, "weights") for unit in range(last)]
         if recompute:
-            moves.append(("recompute", last, shares[last]))
-            moves += [("recompute", unit, shares[unit - 1]) for unit in range(2, last + 1)]
-        for phase, unit, share in moves:
-            received = (case.world - 1) * share
+            moves.append(("recompute", last, last, "weights"))
+            moves += [("recompute", unit, unit - 1, "weights") for unit in range(2, last + 1)]
+        for phase, unit, gathered, item in moves:
+            received = (case.world - 1) * shares[gathered]
             yield Transfer(
-                phase=phase, unit=unit, item="weights", received=received, pattern=GATHER,
+                phase=phase, unit=unit, item=item, received=received, pattern=GATHER,
                 ranks=case.world,
             )  # fmt: skip
 

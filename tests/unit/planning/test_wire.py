@@ -39,9 +39,10 @@ def test_bytes_of_every_layer_and_pass(glm, ep, dtype):
         )  # fmt: skip
         for (phase, item), count in budget.items():
             wanted[phase, unit, item] += count
-    # Each unit is gathered while the one before it, in the order of the pass, runs.
-    wanted["forward", 0, "weights"] += shares[0]
-    for unit in (0, *layers):
+    # Each layer is gathered while the unit before it, in the order of the pass, runs.
+    for unit in (0, layers[-1] + 1):
+        wanted["forward", unit, "embedding and head"] += shares[unit]
+    for unit in range(layers[-1]):
         wanted["forward", unit, "weights"] += shares[unit + 1]
     wanted["recompute", layers[-1], "weights"] += shares[layers[-1]]
     for unit in layers[1:]:
