@@ -167,7 +167,9 @@ class Case:
             "indexer": {"heads": model.index_n_heads, "topk": model.index_topk},
         }
         workspace = self.run.ops.workspace_bytes
-        shape = Shape(keys=self.pack, workspace=workspace, widths=widths)
+        fp8 = self.run.ops.index_scores == "fp8"
+        backends = {"indexer": ("hopper_fp8",)} if fp8 else {}
+        shape = Shape(keys=self.pack, workspace=workspace, widths=widths, backends=backends)
         return gpu(name, shape, folder)
 
     @cached_property

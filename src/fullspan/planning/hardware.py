@@ -62,11 +62,13 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What rows of kernels are chosen by. widths: of a row of an op, by the names in it."""
+    """What rows of kernels are chosen by. widths: of a row of an op, by the names in it. backends:
+    of a kind, the best first, where they are not those of most."""
 
     keys: int = 131_072
     workspace: int = GIB
     widths: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    backends: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 # op of a row -> the kind of work whose rate it is, where the two are named otherwise
@@ -132,7 +134,8 @@ def _rate(kind: str, rows: Sequence[Row], shape: Shape, name: str) -> Rate | Non
     widths = shape.widths.get(kind, {})
     found = [row for row in found if all(row.get(n, size) == size for n, size in widths.items())]
     found = [row for row in found if _value(row)]
-    for field_name, order in (("backend", _BACKENDS), ("ids", ("random",))):
+    backends = shape.backends.get(kind, _BACKENDS)
+    for field_name, order in (("backend", backends), ("ids", ("random",))):
         best = next((b for b in order if any(row.get(field_name) == b for row in found)), None)
         if best is not None:
             found = [row for row in found if row[field_name] == best]

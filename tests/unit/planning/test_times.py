@@ -182,6 +182,14 @@ def test_the_package_has_a_rate_for_every_kind_and_length():
     assert "1,048,576 keys" in long["indexer"].source
 
 
+def test_fp8_scores_have_rates_of_their_own():
+    plain, fp8 = (
+        glm_case("glm52_131k_32xh200", "--ops.index_scores", name).gpu("h200").rates["indexer"]
+        for name in ("bf16", "fp8")
+    )
+    assert plain.value < fp8.value and "hopper_fp8" in fp8.source
+
+
 def test_a_model_of_other_widths_has_the_measured_rates(glm):
     assert tiny_case(glm).gpu("h200").rates["indexer"] == gpu("h200").rates["indexer"]
 
