@@ -110,7 +110,7 @@ def test_the_documented_plans_are_what_the_command_prints():
         [sys.executable, "scripts/update_plans.py", "--check"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "4 plans in docs/planning.md\n"
+    assert done.stdout == "5 plans in docs/planning.md\n"
 
 
 # -------------------------------------------------------------------------- out of memory
