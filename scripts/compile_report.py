@@ -96,28 +96,10 @@ def kernels() -> Iterator[Entry]:
         "scale": "fp32",
         "scale_log2": "fp32",
     }
-    yield (
-        "dquery",
-        backward.dquery_kernel,
-        types,
-        {"K": 2048, "HT": 1, "ROPE": True, "R1": 232, "R2": 32},
-        {},
-    )
-    types = {
-        "QD": tiles(64, 256),
-        "QRD": tiles(64, 32, 64),
-        "DOD": tiles(64, 256),
-        "PD": tiles(64, 64),
-    }
-    types |= {
-        "SD": tiles(64, 64),
-        "OD": tiles(64, 256),
-        "ORD": tiles(64, 32, 64),
-        "LIMIT": INT32,
-        "MODE": INT32,
-    }
-    fixed = {"K": 2048, "ROPE": True, "GROUP": 16, "R1": 224, "R2": 40}
-    yield "dense", backward.dense_kernel, types | {"q0": "i32"}, fixed, {}
+    types |= {"MODE": INT32, "PART": BF16, "step": "i32"}
+    for name, fuse in (("dquery", False), ("dquery fused", True)):
+        fixed = {"K": 2048, "HT": 1, "ROPE": True, "GROUP": 16, "FUSE": fuse, "R1": 232, "R2": 32}
+        yield name, backward.dquery_kernel, types, fixed, {}
     yield from score_kernels()
 
 

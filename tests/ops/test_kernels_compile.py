@@ -17,6 +17,9 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_report.py"
 SHARED = 227 * 1024  # what a block can have on sm_90
 SPILLED = 64  # bytes; what the measured kernels have at most
+# Values that stay the same over the loop, reloaded once a block. With more of them (172 bytes) the
+# kernel took 6.9 ms where the two that it stands for took 7.8 (4096 x 2048 random keys, 1 GiB).
+SPILLED_FUSED = 128
 
 
 needs_tested_triton = pytest.mark.skipif(
@@ -35,10 +38,11 @@ def compile_report(kind: str) -> list[dict]:
 @needs_tested_triton
 def test_the_hopper_kernels_compile_without_serialised_products():
     rows = compile_report("hopper")
-    assert {row["kernel"] for row in rows} >= {"forward 64", "dquery", "dense", "scores fp8"}
+    assert {row["kernel"] for row in rows} >= {"forward 64", "dquery fused", "scores fp8"}
     for row in rows:
         assert not row["serialised"], row
-        assert row["spilled"] <= SPILLED and row["shared"] <= SHARED, row
+        most = SPILLED_FUSED if row["kernel"] == "dquery fused" else SPILLED
+        assert row["spilled"] <= most and row["shared"] <= SHARED, row
 
 
 @needs_tested_triton

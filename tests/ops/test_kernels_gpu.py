@@ -103,13 +103,19 @@ def test_full_rows_far_apart_and_close(backend, pool):
     check(case_of(rows=70, topk=2048, pack=60000, pool=pool), backend)
 
 
-def test_half_of_the_keys_shared(backend):
-    """Shared and direct keys in one group: half of the ids from one pool, half from anywhere."""
-    near = case_of(rows=64, topk=1024, pack=60000, pool=1200)
-    far = case_of(rows=64, topk=1024, pack=60000, seed=1)
+@pytest.mark.parametrize("direct", [1024, 256])
+def test_some_of_the_keys_shared(backend, direct):
+    """Shared and direct keys in one group: so many of the 2048 ids from anywhere, the others from
+    one pool. `hopper` shares none where half are direct.
+    """
+    near = case_of(rows=64, topk=2048 - direct, pack=60000, pool=(2048 - direct) * 9 // 8)
+    far = case_of(rows=64, topk=direct, pack=60000, seed=1)
     ids = torch.cat([near.ids, far.ids], 1)
-    slots = torch.arange(1024, device="cuda")
-    live = torch.cat([slots < near.counts[:, None], slots < far.counts[:, None]], 1) & (ids >= 0)
+    filled = [
+        torch.arange(part.ids.shape[1], device="cuda") < part.counts[:, None]
+        for part in (near, far)
+    ]
+    live = torch.cat(filled, 1) & (ids >= 0)
     ids = torch.where(live, ids, -1)
     order = ids.sort(dim=1, stable=True)
     twice = torch.zeros_like(live)
@@ -132,7 +138,8 @@ def test_chunks_of_rows(backend):
     """A workspace of a few groups, whose bounds are not the whole call's."""
     from fullspan.ops.sparse_attention.chunks import Sizes, choose_rows
 
-    sizes = Sizes(topk=512, pack=3000, qk=576, heads=64, itemsize=2, units=132)
+    fused = backend == "hopper"
+    sizes = Sizes(topk=512, pack=3000, qk=576, heads=64, itemsize=2, units=132, fused=fused)
     workspace = 50 << 20
     span, chunk = choose_rows(sizes, 300, workspace)
     assert chunk < 100 <= span

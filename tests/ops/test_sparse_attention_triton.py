@@ -2,6 +2,7 @@
 CPU, compiled on a GPU.
 """
 
+import dataclasses
 import itertools
 
 import pytest
@@ -14,7 +15,7 @@ from fullspan.errors import ConfigError  # isort: skip
 from fullspan.ops.selection import Selection  # isort: skip
 from fullspan.ops.sparse_attention.op import sparse_attention_gradients  # isort: skip
 from fullspan.ops.sparse_attention import chunks as sizing  # isort: skip
-from fullspan.ops.sparse_attention import plan as plans  # isort: skip
+from fullspan.ops.sparse_attention import launch, plan as plans  # isort: skip
 from fullspan.ops.sparse_attention import triton_backend  # isort: skip
 
 WORKSPACE = 1 << 30
@@ -128,18 +129,25 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
     kinds = set()
     for part in plan.chunks(pack):
         start, groups = part.start.tolist(), range(part.groups.start, part.groups.stop)
-        leaders = {}
+        leaders, direct = {}, {}
         for group in groups:
-            shared = plan.leader[group] if int(plan.mode[group]) else torch.empty(0)
-            leaders |= {
-                int(row): (group, place) for place, row in enumerate(shared) if int(row) >= 0
-            }
+            first = (group * sizing.GROUP - part.at) * topk
+            for place in range(int(plan.shared[group])):
+                leaders[first + place] = (group, place)
+        for row in range(part.rows):
+            at = part.at + row
+            listed = plan.direct[at, : int(plan.direct_count[at])].tolist()
+            for rank, slot in enumerate(listed):
+                pair = row * topk + slot
+                shares = int(plan.mode[at // sizing.GROUP])
+                direct[int(plan.direct_first[at]) + rank if shares else pair] = pair
+        assert not leaders.keys() & direct.keys()
         for key in range(pack):
             pairs = []
             for entry in plan.order[start[key] : start[key + 1]].tolist():
                 kinds.add(entry in leaders)
                 if entry not in leaders:
-                    pairs.append(entry)
+                    pairs.append(direct.pop(entry))
                     continue
                 group, place = leaders[entry]
                 block, column = divmod(place, sizing.BLOCK)
@@ -157,10 +165,73 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
                 if int(case.ids[part.at + row, slot]) == key
             ]
             assert sorted(pairs) == wanted, key
-        for row in range(part.rows):
-            listed = plan.direct[part.at + row, : int(plan.direct_count[part.at + row])].tolist()
-            assert all(row * topk + slot in plan.order[start[0] : start[-1]] for slot in listed)
+        assert not direct
     assert kinds == {True, False}
+
+
+class Fused(triton_backend.PlainKernels):
+    """What `hopper` does with 64 heads, in plain PyTorch: P and dS among the partial rows of groups
+    that share keys, and the partial rows of the others without either.
+    """
+
+    fused = 16
+
+    def dquery(self, chunk):
+        call = self.call
+        slots, heads = chunk.rows * call.shape.topk, call.shape.padded_heads
+        own = {name: call.query.new_full((slots, heads), torch.nan) for name in ("prob", "dscore")}
+        self.call = dataclasses.replace(call, step=0, **own)
+        super().dquery(chunk)
+        self.call = call
+        call.part.fill_(torch.nan)
+        topk = call.shape.topk
+        for row in range(chunk.rows):
+            pairs = torch.arange(topk, device=DEVICE)[: int(call.counts[chunk.at + row])]
+            pairs = row * topk + pairs
+            prob, dscore = own["prob"][pairs], own["dscore"][pairs]
+            group = row // sizing.GROUP
+            if int(chunk.plan.mode[chunk.groups][group]):
+                call.prob[pairs + group * call.step] = prob
+                call.dscore[pairs + group * call.step] = dscore
+                continue
+            query, grad = call.query[chunk.at + row], call.grad_out[chunk.at + row]
+            rows = dscore[:, : len(query)] @ query
+            rows[:, : grad.shape[1]] += prob[:, : len(query)] @ grad
+            call.part[pairs] = rows
+
+    def partials(self, chunk):
+        launch.launch_union(self.call, chunk)
+        launch.launch_direct(self.call, chunk, skip_dense=True)
+
+
+def test_probabilities_among_the_partial_rows(monkeypatch):
+    """Groups that share all keys, most of them, and none, in chunks of two groups."""
+    monkeypatch.setattr(plans, "FEW_DIRECT", 2)
+    shape = {"heads": 16, "value": 48, "rope": 16, "pack": 400, "topk": 64, "device": DEVICE}
+    same = make_attention(rows=16, pool=72, **shape)
+    most = make_attention(rows=16, pool=90, seed=1, **shape)
+    none = make_attention(rows=20, seed=2, **shape)
+    most.ids[:, ::8] = none.ids[:16, ::8]  # some of which the row has twice
+    order = most.ids.sort(dim=1)
+    twice = torch.zeros_like(order.values, dtype=torch.bool)
+    twice[:, 1:] = order.values[:, 1:] == order.values[:, :-1]
+    most.ids.masked_fill_(torch.zeros_like(twice).scatter(1, order.indices, twice), -1)
+    cases = (same, most, none)
+    names = ("query", "ids", "counts", "grad")
+    parts = {name: torch.cat([getattr(case, name) for case in cases]) for name in names}
+    kv = torch.randn(400, 64, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    case = Attention(kv=kv, sink=None, scale=0.2, value_dim=48, **parts)
+    sizes = launch.sizes_of(Fused, case.query, 400, 64, 48, 0)
+    assert sizes.fused
+    plan = launch.make_plan(Fused, case.ids, case.counts, sizes, 32)
+    assert plan.mode.tolist() == [2, 1, 0, 0] and int(plan.direct_count[16:32].sum()) > 0
+    inputs = (case.query, case.kv, case.ids, case.counts)
+    out, lse = triton_backend.forward(*inputs, None, 0.2, 48, WORKSPACE)
+    dkv = torch.full(case.kv.shape, torch.nan, device=DEVICE)
+    given = (case.grad, *inputs, out, lse, dkv, list(plan), None, 0.2, 48, WORKSPACE, False)
+    dquery, _ = launch.backward(Fused, *given)
+    want = exact(case)
+    assert error(dquery, want[2]) < 2e-6 and error(dkv, want[3]) < 2e-6
 
 
 def test_same_bits_on_every_run():

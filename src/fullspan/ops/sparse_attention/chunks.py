@@ -24,7 +24,8 @@ TAIL = 0.2  # of a round over the multiprocessors, lost at the end of every chun
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """What decides the memory of a backward. heads: padded. units: multiprocessors; tiles: programs
-    a row. beside: bytes of a row that the caller holds while its span runs.
+    a row. beside: bytes of a row that the caller holds while its span runs. fused: P and dS of
+    groups that share keys lie among their partial rows, those of others nowhere.
     """
 
     topk: int
@@ -35,6 +36,7 @@ class Sizes:
     units: int
     tiles: int = 1
     beside: int = 0
+    fused: bool = False
 
     @property
     def width(self) -> int:
@@ -52,13 +54,18 @@ class Sizes:
     @property
     def row_bytes(self) -> int:
         """Of a row of a chunk: P, dS and partial rows."""
-        return self.topk * (2 * self.heads + self.qk) * self.itemsize
+        return self.topk * self.pair_width * self.itemsize
+
+    @property
+    def pair_width(self) -> int:
+        """Elements of a (row, key) pair in a chunk's buffers."""
+        return self.qk + (0 if self.fused else 2 * self.heads)
 
     @property
     def plan_bytes(self) -> int:
         """Of a row of a plan, the bounds of its chunks aside (plan.Plan)."""
         shared = self.blocks * BLOCK
-        return 8 * self.topk + 4 * shared + (4 * shared + 68 * self.blocks + 4) // GROUP + 4
+        return 8 * self.topk + 4 * shared + (68 * self.blocks + 8) // GROUP + 8
 
     @property
     def span_bytes(self) -> int:
@@ -68,7 +75,7 @@ class Sizes:
     @property
     def table_bytes(self) -> int:
         """Of a row, only while its plan is made: the table and the scratch of the shared keys."""
-        return (4 * self.pack + 12 * self.width + 4 * self.blocks) // GROUP
+        return (4 * self.pack + 8 * self.width + 4 * self.blocks) // GROUP
 
     def kept_bytes(self, rows: int, chunk: int) -> int:
         """Of the plan of so many rows in such chunks."""
@@ -79,7 +86,7 @@ class Sizes:
         read and written in fp32, for ids drawn at random.
         """
         rounds = -(-chunk * self.tiles // self.units) + TAIL
-        moved = self.units / self.tiles * self.topk * 2 * (self.qk + 2 * self.heads) * self.itemsize
+        moved = self.units / self.tiles * self.row_bytes * 2
         keys = self.pack * (1 - exp(-chunk * self.topk / self.pack))
         return rounds * moved + keys * self.qk * 8
 

@@ -22,9 +22,7 @@ from fullspan.ops.sizes import power_of_2
 from fullspan.ops.sparse_attention import launch
 from fullspan.ops.sparse_attention.chunks import GROUP
 from fullspan.ops.sparse_attention.kernels_hopper_backward import (
-    SWIZZLE_64,
     SWIZZLE_128,
-    dense_kernel,
     dquery_kernel,
 )
 from fullspan.ops.sparse_attention.kernels_hopper_forward import forward_kernel, prepare_kernel
@@ -110,8 +108,7 @@ def forward(
 
 def _rows(x: Tensor, columns: int) -> GluonDescriptor:
     """TMA over 64 rows x `columns` of x, its leading dimensions flattened."""
-    layout = SWIZZLE_64 if columns == 32 else SWIZZLE_128
-    return GluonDescriptor.from_tensor(x.view(-1, x.shape[-1]), [64, columns], layout.value)
+    return GluonDescriptor.from_tensor(x.view(-1, x.shape[-1]), [64, columns], SWIZZLE_128.value)
 
 
 def _tile(x: Tensor, columns: int) -> TensorDescriptor:
@@ -126,6 +123,7 @@ class HopperKernels(Kernels):
 
     heads = HEADS
     slots = BLOCK
+    fused = HEADS
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
@@ -133,14 +131,9 @@ class HopperKernels(Kernels):
         self.tiles = call.query.shape[1] // HEADS
         query, grad, dquery, columns = call.query, call.grad_out, call.dquery, call.shape.columns()
         narrow = 64 if call.shape.rope else 128
-        tiles = (_rows(call.prob, 64), _rows(call.dscore, 64))
         self.to_dquery = (
             _rows(query, 128), _rows(query, narrow), _rows(grad, 128), _rows(dquery, 128),
-            _rows(dquery, narrow), *tiles,
-        )  # fmt: skip
-        self.to_dense = (
-            _rows(query, 256), _rows(query, 32), _rows(grad, 256), *tiles, _rows(call.part, 256),
-            _rows(call.part, 32),
+            _rows(dquery, narrow), _rows(call.prob, 64), _rows(call.dscore, 64),
         )  # fmt: skip
         self.to_union = (
             _tile(query, columns["BN"]), _tile(query, columns["BR"]), _tile(grad, columns["BN"])
@@ -149,22 +142,18 @@ class HopperKernels(Kernels):
     def dquery(self, chunk: Chunk) -> None:
         """See launch.Kernels."""
         call, ready, window = self.call, self.ready, chunk.window
-        dquery_kernel[(chunk.rows * self.tiles,)](
-            *self.to_dquery, call.kv, ready.ids[window], ready.limit[window], call.lse, call.delta,
-            chunk.at, call.scale, call.scale * LOG2E, K=ready.ids.shape[1], HT=self.tiles,
-            ROPE=call.shape.rope > 0, R1=232, R2=32, num_warps=4,
-        )  # fmt: skip
+        for fuse in (False, True)[: 2 if self.tiles == 1 else 1]:
+            dquery_kernel[(chunk.rows * self.tiles,)](
+                *self.to_dquery, call.kv, ready.ids[window], ready.limit[window], call.lse,
+                call.delta, chunk.plan.mode[chunk.groups], call.part, chunk.at, call.step,
+                call.scale, call.scale * LOG2E, K=ready.ids.shape[1], HT=self.tiles,
+                ROPE=call.shape.rope > 0, GROUP=GROUP, FUSE=fuse, R1=232, R2=32, num_warps=4,
+            )  # fmt: skip
 
     def partials(self, chunk: Chunk) -> None:
         """See launch.Kernels."""
         call = self.call
         launch_union(call, chunk, self.to_union)
-        if self.tiles == 1:  # the groups that share nothing, for 64 heads
-            dense_kernel[(chunk.rows * 2,)](
-                *self.to_dense, self.ready.limit[chunk.window], chunk.plan.mode[chunk.groups],
-                chunk.at, K=self.ready.ids.shape[1], ROPE=call.shape.rope > 0, GROUP=GROUP, R1=224,
-                R2=40, num_warps=4,
-            )  # fmt: skip
         launch_direct(call, chunk, skip_dense=self.tiles == 1)
 
 

@@ -2,7 +2,8 @@
 
 delta_kernel: row sums of out * grad_out. dquery_kernel: gradient of the query; leaves P and dS as
 one row of heads per (row, slot). union_kernel and direct_kernel: partial rows of dKV, as the plan
-(kernels_plan.py) says. segment_kernel: adds the partial rows of each key in the order of the plan.
+(kernels_plan.py) says; P and dS of each group lie `step` rows further than the slots of the groups
+before it have them. segment_kernel: adds the partial rows of each key in the order of the plan.
 Left out: launching (triton_backend.py) and the Hopper versions of dquery and of the partial rows
 (kernels_hopper_backward.py). Kernels carry `no_type_check` so that import hooks which wrap
 annotated functions leave them to Triton.
@@ -175,11 +176,11 @@ def _store_partial(
 @triton.jit
 @no_type_check
 def union_kernel(
-    QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, SLOTS, FIRST, ACTIVE, ACTIVE_COUNT, PART, row0,
+    QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, SLOTS, SHARED, ACTIVE, ACTIVE_COUNT, PART, row0, step,
     HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr,
-    HB: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BR: tl.constexpr, TILES: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HB: tl.constexpr, TOPK: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, TILES: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM shared keys of one group x BN value columns (and their share of the rope columns), summed
     over the group's rows.
@@ -196,6 +197,8 @@ def union_kernel(
     c0 = (pid % TILES) * BN
     r0 = DV + (pid % TILES) * BR
     g = b // BLOCKS
+    PROB += g.to(tl.int64) * step * HP
+    DSCORE += g.to(tl.int64) * step * HP
     mm = tl.arange(0, BM)
     acc = tl.zeros([BM, BN], tl.float32)
     acr = tl.zeros([BM, BR], tl.float32)
@@ -206,14 +209,15 @@ def union_kernel(
             acc, acr, QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, i, e % HT, slots, slots >= 0, c0, r0,
             HEADS, DV, DR, HP, HB, BN, BR, TMA, PRECISION,
         )  # fmt: skip
-    to = tl.load(FIRST + b.to(tl.int64) * BM + mm)
-    _store_partial(acc, acr, PART, to, to >= 0, c0, r0, DV, DR, BN, BR)
+    place = (b % BLOCKS) * BM + mm
+    ok = place < tl.load(SHARED + g)
+    _store_partial(acc, acr, PART, g * GROUP * TOPK + place, ok, c0, r0, DV, DR, BN, BR)
 
 
 @triton.jit
 @no_type_check
 def direct_kernel(
-    QUERY, GRAD, PROB, DSCORE, DIRECT, DIRECT_COUNT, MODE, PART, row0,
+    QUERY, GRAD, PROB, DSCORE, DIRECT, DIRECT_COUNT, DIRECT_FIRST, MODE, PART, row0, step,
     HEADS: tl.constexpr, TOPK: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr,
     HB: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
     TILES: tl.constexpr, SKIP_DENSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -226,10 +230,14 @@ def direct_kernel(
     pid = tl.program_id(0)
     c = pid // TILES
     n = tl.load(DIRECT_COUNT + c)
-    if SKIP_DENSE and tl.load(MODE + c // GROUP) == 0:
+    dense = tl.load(MODE + c // GROUP) == 0
+    if SKIP_DENSE and dense:
         n = 0
     if n == 0:
         return
+    PROB += (c // GROUP).to(tl.int64) * step * HP
+    DSCORE += (c // GROUP).to(tl.int64) * step * HP
+    first = tl.load(DIRECT_FIRST + c)
     c0 = (pid % TILES) * BN
     r0 = DV + (pid % TILES) * BR
     mm = tl.arange(0, BM)
@@ -253,7 +261,8 @@ def direct_kernel(
                     ok, c0, r0,
                     HEADS, DV, DR, HP, HB, BN, BR, False, PRECISION,
                 )  # fmt: skip
-        _store_partial(acc, acr, PART, c * TOPK + slot, ok, c0, r0, DV, DR, BN, BR)
+        to = tl.where(dense, c * TOPK + slot, first + j + mm)
+        _store_partial(acc, acr, PART, to, ok, c0, r0, DV, DR, BN, BR)
 
 
 @triton.jit

@@ -3,8 +3,9 @@ each key adds its own.
 
 Rows go in chunks, and a chunk in groups of GROUP neighbours. A key that at least half of a group's
 rows chose is *shared*: its gradient is summed over the group in registers and becomes one partial
-row. Any other (row, key) pair is *direct*: one partial row of its own. A partial row lies where the
-chunk's slot (row * TOPK + slot) says; a shared key takes the slot of the first row that chose it.
+row. Any other (row, key) pair is *direct*: one partial row of its own. The partial rows of a group
+lie in the slots of its rows: those of its shared keys first, then the direct ones of each row; in a
+group that shares nothing each pair has its own slot.
 Four kernels, no sort of the pairs, and no atomic but a bitwise OR, so every run gives the same
 bits:
 
@@ -90,8 +91,8 @@ def _pairs(IDS, COUNTS, TABLE, g, q0, row0, rows, pack, TOPK: tl.constexpr, KP: 
 @triton.jit
 @no_type_check
 def share_kernel(
-    IDS, COUNTS, TABLE, MODE, LIST, FIRST, ACTIVE, ACTIVE_COUNT, ACTIVE_BITS, row0, rows, chunk,
-    pack,
+    IDS, COUNTS, TABLE, MODE, LIST, SHARED, ACTIVE, ACTIVE_COUNT, ACTIVE_BITS, DIRECT_FIRST, row0,
+    rows, chunk, pack,
     TOPK: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr, QB: tl.constexpr,
     SHARE: tl.constexpr,
     FEW: tl.constexpr, DENSE: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
@@ -101,8 +102,9 @@ def share_kernel(
 
     FEW: fewer direct pairs than this a row make every key shared. DENSE: a greater share of direct
     pairs makes every pair direct. WIDTH: keys that half of the rows chose are never more (2 * KP);
-    a group with more than BLOCKS * BM shares nothing. LIST: scratch [3, WIDTH]. FIRST: the partial
-    row of every shared key, in their order. QB rows are looked at together.
+    a group with more than BLOCKS * BM shares nothing. LIST: scratch [2, WIDTH]. SHARED: number of
+    shared keys. DIRECT_FIRST: where each row's direct partial rows begin. QB rows are looked at
+    together.
     """
     g = tl.program_id(0)
     tally = tl.zeros([QB * KP], tl.int32)  # four sums of 8 bits
@@ -122,6 +124,7 @@ def share_kernel(
     none = (lone > pairs * DENSE) | (shared + lone == 0) | (shared > BLOCKS * BM) | (SHARE > GROUP)
     mode = tl.where(none, 0, mode)
     tl.store(MODE + g, mode)
+    tl.store(SHARED + g, tl.where(mode == 0, 0, tl.where(mode == 1, shared, distinct)))
     least = tl.where(mode == 2, 1, SHARE)
     most: tl.constexpr = WIDTH // BM
     at_b = tl.arange(0, most)
@@ -131,18 +134,24 @@ def share_kernel(
         tl.store(ACTIVE_COUNT + b, tl.zeros([most], tl.int32), mask=bm)
         return
     # the shared keys, in the order of their first row and slot
-    keys = LIST + g.to(tl.int64) * (3 * WIDTH)
+    keys = LIST + g.to(tl.int64) * (2 * WIDTH)
     n = 0
+    to = ((g * GROUP) % chunk) * TOPK + tl.where(mode == 1, shared, distinct)
     for q0 in range(0, GROUP, QB):
         q, j, ids, ok, bits = _pairs(
             IDS, COUNTS, TABLE, g, q0, row0, rows, pack, TOPK, KP, GROUP, QB
         )
-        take = ok & ((bits & ((1 << q) - 1)) == 0) & (_popcount16(bits) >= least)
-        at = n + tl.cumsum(take.to(tl.int32), 0) - 1
+        many = _popcount16(bits) >= least
+        take = ok & ((bits & ((1 << q) - 1)) == 0) & many
+        direct = (ok & (many == 0)).to(tl.int32)
+        both = tl.cumsum(take.to(tl.int32) + (direct << 16), 0)
+        at = n + (both & 0xFFFF) - 1
         tl.store(keys + at, ids, mask=take)
         tl.store(keys + WIDTH + at, bits, mask=take)
-        tl.store(keys + 2 * WIDTH + at, ((g * GROUP + q) % chunk) * TOPK + j, mask=take)
+        row = g * GROUP + q
+        tl.store(DIRECT_FIRST + row, to + (both >> 16) - direct, mask=(j == 0) & (row < rows))
         n += tl.sum(take.to(tl.int32))
+        to += tl.sum(direct)
     tl.debug_barrier()
     # order them by their bits; the index keeps equal ones apart, and 15 bits of it fit below 16
     # bits of rows
@@ -153,8 +162,6 @@ def share_kernel(
     source = packed & 0x7FFF
     key = tl.load(keys + source, mask=live, other=0)
     tl.store(TABLE + g.to(tl.int64) * pack + key, w | (1 << 16), mask=live)
-    slot = tl.load(keys + 2 * WIDTH + source, mask=live, other=-1)
-    tl.store(FIRST + g.to(tl.int64) * (BLOCKS * BM) + w, slot, mask=w < BLOCKS * BM)
     # rows that have a key in each block
     some = tl.reduce(tl.reshape(tl.where(live, packed >> 15, 0), (most, BM)), 1, _either)
     own = tl.arange(0, GROUP)
@@ -193,12 +200,12 @@ def columns_kernel(TABLE, COUNT, groups, per_chunk, pack, GB: tl.constexpr, BK: 
 @triton.jit
 @no_type_check
 def place_kernel(
-    IDS, COUNTS, TABLE, FIRST, ACTIVE_BITS, START, ORDER, SLOTS, DIRECT, DIRECT_COUNT, row0, chunk,
-    pack,
+    IDS, COUNTS, TABLE, MODE, ACTIVE_BITS, DIRECT_FIRST, START, ORDER, SLOTS, DIRECT, DIRECT_COUNT,
+    row0, chunk, pack,
     TOPK: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """One program a row c of the plan, with the partial rows of slots (c % chunk) * TOPK + j."""
+    """One program a row c of the plan, with the slots (c % chunk) * TOPK + j."""
     c = tl.program_id(0)
     g = c // GROUP
     q = c % GROUP
@@ -215,10 +222,12 @@ def place_kernel(
     active = tl.load(ACTIVE_BITS + block, mask=shared, other=0)
     rank = _popcount16(active & ((1 << q) - 1))
     tl.store(SLOTS + (block * GROUP + rank) * BM + place % BM, slot, mask=shared)
-    leader = tl.load(FIRST + block * BM + place % BM, mask=shared, other=-1)
     direct = ok & (shared == 0)
     lower = _popcount16(word & ((1 << q) - 1))
-    tl.store(ORDER + start + tl.where(direct, lower, 0), slot, mask=direct | (leader == slot))
     upto = tl.cumsum(direct.to(tl.int32), 0)
+    # every row that has a shared key names the same partial row at the same place
+    own = tl.where(tl.load(MODE + g) == 0, slot, tl.load(DIRECT_FIRST + c) + upto - 1)
+    part = tl.where(shared, ((g * GROUP) % chunk) * TOPK + place, own)
+    tl.store(ORDER + start + tl.where(direct, lower, 0), part, mask=ok)
     tl.store(DIRECT + c.to(tl.int64) * TOPK + upto - 1, j, mask=direct)
     tl.store(DIRECT_COUNT + c, tl.sum(direct.to(tl.int32)))

@@ -93,7 +93,7 @@ class Shape:
         """What the kernels of partial rows share."""
         return {
             "HEADS": self.heads, "DV": self.value, "DR": self.rope, "HP": self.padded_heads,
-            "HB": self.head_tile, "GROUP": GROUP, "PRECISION": self.precision,
+            "HB": self.head_tile, "TOPK": self.topk, "GROUP": GROUP, "PRECISION": self.precision,
         }  # fmt: skip
 
     def columns(self) -> dict[str, int]:
@@ -146,8 +146,8 @@ class Call:
     """Tensors of a backward pass, contiguous, with heads and slots as its kernels want them.
 
     lse, delta [rows, heads]: delta sums grad_out * out over the value channels. prob, dscore
-    [slots of a chunk, padded heads] and part [slots of a chunk, qk]: P, dS and partial rows of the
-    chunk at hand.
+    [at least slots of a chunk, padded heads] and part [slots of a chunk, qk]: P, dS and partial
+    rows of the chunk at hand. step: rows of P between two groups beyond their slots.
     """
 
     query: Float[Tensor, "rows heads qk"]
@@ -161,15 +161,19 @@ class Call:
     prob: Tensor
     dscore: Tensor
     part: Tensor
+    step: int
     shape: Shape
     scale: float
 
 
 class Kernels(ABC):
-    """What a backend computes its own way, for one call. heads, slots: it wants multiples of."""
+    """What a backend computes its own way, for one call. heads, slots: it wants multiples of.
+    fused: the padded heads with which it needs no P and dS of groups that share nothing.
+    """
 
     heads: int
     slots: int
+    fused: int = 0
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -193,7 +197,7 @@ def sizes_of(
     return Sizes(
         topk=topk, pack=pack, qk=qk, heads=shape.padded_heads, itemsize=query.element_size(),
         units=multiprocessors(query.device), tiles=shape.padded_heads // shape.head_tile,
-        beside=beside,
+        beside=beside, fused=shape.padded_heads == kernels.fused,
     )  # fmt: skip
 
 
@@ -240,13 +244,11 @@ def backward(
             Plan(*plan) if plan else _plan(kernels, query, kv, ids, counts, shape, workspace_bytes)
         )
         chunks = made.chunks(len(kv))
-        slots = chunks[0].rows * shape.topk
         call = Call(
             query=query, kv=kv.contiguous(), ids=ids, counts=counts, grad_out=grad_out, lse=lse,
             delta=_row_products(grad_out, out, shape), dquery=torch.empty_like(query),
-            prob=query.new_empty(slots, shape.padded_heads),
-            dscore=query.new_empty(slots, shape.padded_heads),
-            part=query.new_empty(slots, query.shape[2]), shape=shape, scale=scale,
+            shape=shape, scale=scale,
+            **_buffers(query, chunks[0].rows, shape, shape.padded_heads == kernels.fused),
         )  # fmt: skip
         own = kernels(call)
         for chunk in chunks:
@@ -268,6 +270,25 @@ def _plan(
     sizes = sizes_of(kernels, query, len(kv), ids.shape[1], shape.value, 0)
     _, chunk = choose_rows(sizes, len(ids), workspace)
     return build_plan(ids, counts, sizes, chunk)
+
+
+def _buffers(query: Tensor, rows: int, shape: Shape, fused: bool) -> dict[str, Any]:
+    """prob, dscore, part and step of a Call whose chunks have so many rows at most.
+
+    fused: P and dS are the last slots of their group's partial rows. A group that shares keys never
+    needs these: of its pairs at most a quarter is direct (plan.DENSE_FUSED), its shared keys are
+    fewer than 3 / 16 of its pairs, and P and dS take 2 * 64 of 512 or more columns.
+    """
+    heads, group = shape.padded_heads, GROUP * shape.topk
+    slots = ceil_div(rows, GROUP) * group
+    part = query.new_empty(slots, query.shape[2])
+    if not fused:
+        prob, dscore = (query.new_empty(slots, heads) for _ in range(2))
+        return {"prob": prob, "dscore": dscore, "part": part, "step": 0}
+    each = query.shape[2] // heads
+    narrow = part.view(-1, heads)
+    prob, dscore = narrow[(each - 2) * group :], narrow[(each - 1) * group :]
+    return {"prob": prob, "dscore": dscore, "part": part, "step": (each - 1) * group}
 
 
 def whole(x: Tensor, dim: int, multiple: int, value: float = 0.0) -> Tensor:
@@ -295,8 +316,8 @@ def launch_union(call: Call, chunk: Chunk, descriptors: tuple[Any, ...] | None =
     columns, blocks = shape.columns(), plan.slots.shape[1]
     union_kernel[((groups.stop - groups.start) * blocks * columns["TILES"],)](
         *(descriptors or (call.query, call.query, call.grad_out)), call.prob, call.dscore,
-        plan.slots[groups], plan.leader[groups], plan.active[groups], plan.active_count[groups],
-        call.part, chunk.at, **shape.fixed(), **columns, BLOCKS=blocks, BM=BLOCK,
+        plan.slots[groups], plan.shared[groups], plan.active[groups], plan.active_count[groups],
+        call.part, chunk.at, call.step, **shape.fixed(), **columns, BLOCKS=blocks, BM=BLOCK,
         TMA=descriptors is not None, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -311,8 +332,8 @@ def launch_direct(call: Call, chunk: Chunk, *, skip_dense: bool) -> None:
     tiles = shape.value_padded // narrow
     direct_kernel[(chunk.rows * tiles,)](
         call.query, call.grad_out, call.prob, call.dscore, plan.direct[window],
-        plan.direct_count[window], plan.mode[chunk.groups], call.part, chunk.at, **shape.fixed(),
-        TOPK=shape.topk, BM=min(64, 2 * shape.tiles.keys), BN=narrow,
+        plan.direct_count[window], plan.direct_first[window], plan.mode[chunk.groups], call.part,
+        chunk.at, call.step, **shape.fixed(), BM=min(64, 2 * shape.tiles.keys), BN=narrow,
         BR=max(16, shape.rope_padded // tiles), TILES=tiles, SKIP_DENSE=skip_dense, STAGES=stages,
         num_warps=4, num_stages=stages,
     )  # fmt: skip
@@ -321,8 +342,8 @@ def launch_direct(call: Call, chunk: Chunk, *, skip_dense: bool) -> None:
 def _add_up(call: Call, chunk: Chunk, dkv: Tensor, add: bool) -> None:
     """Sum the partial rows of every key into dkv, or onto it."""
     pack = len(dkv)
-    keys = 8 if add else 1  # where there is something already, most keys have nothing to add
+    keys, rows = (2, 4) if add else (1, 8)  # to add, most keys have few rows or none
     segment_kernel[(ceil_div(pack, keys),)](
-        call.part, chunk.plan.order, chunk.start, dkv, pack, **call.shape.widths(), KEYS=keys, R=8,
-        ADD=add, num_warps=2,
+        call.part, chunk.plan.order, chunk.start, dkv, pack, **call.shape.widths(), KEYS=keys,
+        R=rows, ADD=add, num_warps=2,
     )  # fmt: skip

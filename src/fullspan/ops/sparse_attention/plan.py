@@ -24,25 +24,31 @@ from fullspan.shapes import Int32, Tensor
 
 FEW_DIRECT = 64  # fewer direct pairs than this a row are not worth a kernel of their own
 DENSE = 0.9  # a group with a greater share of direct pairs shares nothing
+# The same where dquery makes the partial rows of such a group (Sizes.fused). One chunk's times on
+# an H200 (4096 rows of 2048 keys) meet there: 7.4 + 9.6 d ms with shared keys, 9.3 + 1.5 d without,
+# d the share of direct pairs.
+DENSE_FUSED = 0.25
 
 
 class Plan(NamedTuple):
     """The plan of some rows, in even chunks.
 
     order: partial rows, chunk after chunk and key after key; start [chunks * keys + 1]: where each
-    key's begin. slots: the chunk's slot of (active row, shared key) or -1; leader: partial row of
-    each shared key; active, active_count: rows of a block. direct, direct_count: slots of each row
-    that are direct. mode: 0 where a group shares nothing.
+    key's begin. slots: the chunk's slot of (active row, shared key) or -1; shared: number of shared
+    keys, whose partial rows are the group's first; active, active_count: rows of a block. direct,
+    direct_count: slots of each row that are direct; direct_first: their first partial row. mode: 0
+    where a group shares nothing, and each direct pair's partial row is its slot.
     """
 
     order: Int32[Tensor, "pairs"]
     start: Int32[Tensor, "bounds"]
     slots: Int32[Tensor, "groups blocks group block"]
-    leader: Int32[Tensor, "groups shared"]
+    shared: Int32[Tensor, "groups"]
     active: Int32[Tensor, "groups blocks group"]
     active_count: Int32[Tensor, "groups blocks"]
     direct: Int32[Tensor, "rows topk"]
     direct_count: Int32[Tensor, "rows"]
+    direct_first: Int32[Tensor, "rows"]
     mode: Int32[Tensor, "groups"]
 
     def chunks(self, pack: int) -> list["Chunk"]:
@@ -93,27 +99,29 @@ def build_plan(
         return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
     table = new(groups, pack).zero_()
-    scratch, bits = new(groups, 3, width), new(groups, blocks)
+    scratch, bits = new(groups, 2, width), new(groups, blocks)
     count = new(chunks * pack)
     plan = Plan(
         order=new(rows * topk),
         start=new(chunks * pack + 1),
         slots=new(groups, blocks, GROUP, BLOCK).fill_(-1),
-        leader=new(groups, blocks * BLOCK),
+        shared=new(groups),
         active=new(groups, blocks, GROUP),
         active_count=new(groups, blocks),
         direct=new(rows, topk),
         direct_count=new(rows),
+        direct_first=new(rows),
         mode=new(groups),
     )
     kp = power_of_2(topk)
     shape = {"TOPK": topk, "KP": kp, "GROUP": GROUP}
     mark_kernel[(rows,)](ids, counts, table, 0, pack, **shape, num_warps=4)
     share_kernel[(groups,)](
-        ids, counts, table, plan.mode, scratch, plan.leader, plan.active, plan.active_count, bits,
-        0, rows, chunk, pack, **shape, QB=max(1, min(2, 4096 // kp)),
-        SHARE=GROUP // 2 if share else GROUP + 1, FEW=FEW_DIRECT, DENSE=DENSE, WIDTH=width,
-        BLOCKS=blocks, BM=BLOCK, num_warps=8,
+        ids, counts, table, plan.mode, scratch, plan.shared, plan.active, plan.active_count, bits,
+        plan.direct_first, 0, rows, chunk, pack, **shape, QB=max(1, min(2, 4096 // kp)),
+        SHARE=GROUP // 2 if share else GROUP + 1, FEW=FEW_DIRECT,
+        DENSE=DENSE_FUSED if sizes.fused else DENSE, WIDTH=width, BLOCKS=blocks, BM=BLOCK,
+        num_warps=8,
     )  # fmt: skip
     columns_kernel[(ceil_div(pack, 128), chunks)](
         table, count, groups, chunk // GROUP, pack, GB=16, BK=128, num_warps=4
@@ -121,7 +129,8 @@ def build_plan(
     plan.start[:1].zero_()
     torch.cumsum(count, 0, dtype=torch.int32, out=plan.start[1:])
     place_kernel[(rows,)](
-        ids, counts, table, plan.leader, bits, plan.start, plan.order, plan.slots, plan.direct,
-        plan.direct_count, 0, chunk, pack, **shape, BLOCKS=blocks, BM=BLOCK, num_warps=8,
+        ids, counts, table, plan.mode, bits, plan.direct_first, plan.start, plan.order, plan.slots,
+        plan.direct, plan.direct_count, 0, chunk, pack, **shape, BLOCKS=blocks, BM=BLOCK,
+        num_warps=8,
     )  # fmt: skip
     return plan
