@@ -12,6 +12,7 @@ A kind of work has a rate in FLOPs or in bytes (read and written) per second:
     elementwise          bytes: norms, gated products, sums, rotations, copies
     permute              bytes: rows brought into the order of the experts and back
     dequantise           bytes: FP8 blocks to the activations' dtype
+    waits                times that the GPU is idle while the host reads how many rows have come
 """
 
 import json
@@ -80,8 +81,10 @@ _OPS = {
 KINDS = (
     "projections", "products by head", "experts", "attention forward", "attention backward",
     "indexer", "head", "float32", "elementwise", "permute", "dequantise",
+    "waits",
 )  # fmt: skip
 BY_BYTES = ("elementwise", "permute", "dequantise")
+BY_HOST = ("waits",)
 _BACKENDS = ("hopper", "triton")
 # GPU: (GiB as PyTorch reports them, nominal bf16 FLOPs a second, nominal bytes a second).
 _NOMINAL = {
@@ -120,8 +123,9 @@ def gpu(name: str, shape: Shape | None = None, folder: Path | None = None) -> Gp
             )
             assert rate is not None, f"rates.jsonl has no row for {kind}"
             factor = bandwidth / base_bandwidth if kind in BY_BYTES else peak / base_peak
-            note = "" if name == "h200" else f"; times {factor:.2f}, the ratio of nominal peaks"
-            rate = Rate(rate.value * factor, rate.source + note)
+            if name != "h200" and kind not in BY_HOST:
+                note = f"; times {factor:.2f}, the ratio of nominal peaks"
+                rate = Rate(rate.value * factor, rate.source + note)
         rates[kind] = rate
     return Gpu(name=name, memory=int(gib * GIB), peak=peak, rates=rates)
 

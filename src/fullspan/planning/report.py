@@ -14,7 +14,7 @@ from fullspan.planning.fit import (
     longest_pack,
     setting_for,
 )
-from fullspan.planning.hardware import BY_BYTES, GIB
+from fullspan.planning.hardware import BY_BYTES, BY_HOST, GIB
 from fullspan.planning.memory import Memory, host_bytes
 from fullspan.planning.model_cost import (
     PASSES,
@@ -275,6 +275,8 @@ def _rates(plan: Plan) -> list[str]:
 
 
 def _rate(kind: str, value: float) -> str:
+    if kind in BY_HOST:
+        return f"{value:.3g} /s"
     return f"{value / 1e12:.3g} {'TB/s' if kind in BY_BYTES else 'TFLOP/s'}"
 
 
