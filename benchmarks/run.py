@@ -1,8 +1,10 @@
 """Measures the kernels on one NVIDIA GPU and appends a row a measurement to a JSON-lines file.
 
     python benchmarks/run.py --out benchmarks/results/h200.jsonl --commit "$(git rev-parse HEAD)"
+    python benchmarks/run.py --cases benchmarks/short.toml --compile --warm 100 --repeat 200 ...
 
-Cases are data (cases.toml). Times are medians over at least half a second of runs back to back,
+Cases are data (cases.toml; short.toml has the aims of the Hopper kernels, for one and a half
+minutes). Times are medians over at least half a second of runs back to back,
 after a quarter of a second of warm-up, the cache flushed between runs: sustained clocks. report.py
 makes the tables. Left out: whole training steps.
 """
@@ -12,6 +14,7 @@ import datetime
 import gc
 import itertools
 import json
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -23,11 +26,14 @@ import triton
 
 from fullspan.ops.index_topk import hopper_backend as index_hopper
 from fullspan.ops.index_topk import triton_backend as index_triton
+from fullspan.ops.index_topk.op import index_topk
+from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import hopper_backend, triton_backend
 from fullspan.ops.sparse_attention.chunks import choose_rows
 from fullspan.ops.sparse_attention.op import sparse_attention_gradients
 
+ROUNDED = "hopper_fp8_of_bf16"  # by ops.index_scores, which rounds the inputs first
 CASES = Path(__file__).parent / "cases.toml"
 VALUE = 512
 # What one H200 gives, TFLOP/s: nominal dense rates; a floor is work over these.
@@ -43,11 +49,24 @@ Case = dict[str, Any]
 Run = Callable[[], Any]
 
 
-def cases(op: str) -> Iterator[Case]:
+def cases(path: Path, op: str) -> Iterator[Case]:
     """Every combination of every entry of op."""
-    for entry in tomllib.loads(CASES.read_text(encoding="utf-8")).get(op, []):
+    for entry in tomllib.loads(path.read_text(encoding="utf-8")).get(op, []):
         for values in itertools.product(*entry.values()):
             yield dict(zip(entry, values))
+
+
+def compile_apart(path: Path, wanted: str | None, only: str) -> None:
+    """Fill Triton's cache: a process for each op and backend, side by side, runs each kernel."""
+    started = []
+    for op in RUNS if wanted is None else (wanted,):
+        for backend in sorted({case["backend"] for case in cases(path, op)}):
+            command = [sys.executable, __file__, "--cases", path, "--op", op, "--only", only]
+            command += ["--backend", backend, "--repeat", "0", "--out", "unused"]
+            started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+    for process in started:
+        if process.wait():
+            print("did not compile:", process.args, process.returncode, flush=True)
 
 
 def choose_ids(case: Case) -> torch.Tensor:
@@ -123,16 +142,27 @@ def index_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
     scale = [torch.rand(keys, generator=rng, device="cuda") + 0.5] if fp8 else []
     end = torch.arange(keys - rows + 1, keys + 1, device="cuda")
     start = torch.zeros_like(end) if case["ranges"] == "last" else (end - 1) // 8192 * 8192
-    call = index_triton.index_topk if case["backend"] == "triton" else index_hopper.index_topk
     work = 2.0 * float((end - start).sum()) * heads * 128
+    if case["backend"] == ROUNDED:
+        options = OpOptions(index_scores="fp8", workspace_bytes=case["workspace_gib"] << 30)
+        given = (query, key, weights, start, end)
+        yield "index_topk", work, lambda: index_topk(*given, topk=case["topk"], options=options)
+        return
+    call = index_triton.index_topk if case["backend"] == "triton" else index_hopper.index_topk
     inputs = (query, key, weights, start, end, case["topk"], case["workspace_gib"] << 30, *scale)
     yield "index_topk", work, lambda: call(*inputs)
 
 
-def measure(call: Run, warm: int, repeat: int) -> dict[str, float]:
-    """Milliseconds (median, 10th, 90th percentile), and peak bytes above what was there before."""
+RUNS = {"sparse_attention": attention_runs, "index_topk": index_runs}
+
+
+def measure(call: Run, warm: int, repeat: int) -> dict[str, float] | None:
+    """Milliseconds (median, 10th, 90th percentile), and peak bytes above what was there before.
+    None for no repeats: the kernels are compiled then."""
     call()
     torch.cuda.synchronize()
+    if not repeat:
+        return None
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -161,19 +191,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the kernels on one GPU.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--op", choices=("sparse_attention", "index_topk"))
+    parser.add_argument("--cases", type=Path, default=CASES)
+    parser.add_argument("--op", choices=tuple(RUNS))
+    parser.add_argument("--backend")
     parser.add_argument("--only", default="", help="cases whose text holds this")
+    parser.add_argument("--compile", action="store_true", help="in parallel, before measuring")
     parser.add_argument("--warm", type=int, default=250, help="milliseconds")
-    parser.add_argument("--repeat", type=int, default=500, help="milliseconds")
+    parser.add_argument("--repeat", type=int, default=500, help="milliseconds; 0: only compile")
     given = parser.parse_args()
+    if given.compile:
+        compile_apart(given.cases, given.op, given.only)
     fixed = machine(given.commit)
-    makers = {"sparse_attention": attention_runs, "index_topk": index_runs}
-    for op, runs in makers.items():
-        for case in cases(op) if given.op in (None, op) else ():
-            if given.only not in json.dumps(case):
+    for op, runs in RUNS.items():
+        for case in cases(given.cases, op) if given.op in (None, op) else ():
+            if given.only not in json.dumps(case) or given.backend not in (None, case["backend"]):
                 continue
+            if not given.repeat and case.get("ids") == "random":
+                continue  # the kernels are those of overlapping ids
             for what, work, call in runs(case):
-                row = {"op": what, **case, **measure(call, given.warm, given.repeat), **fixed}
+                measured = measure(call, given.warm, given.repeat)
+                if measured is None:
+                    continue
+                row = {"op": what, **case, **measured, **fixed}
                 if work:
                     rate = PEAK["fp8" if "fp8" in case["backend"] else "bf16"]
                     row |= {"flops": work, "formula": FORMULA[what]}

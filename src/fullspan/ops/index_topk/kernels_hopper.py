@@ -188,7 +188,7 @@ def _load_k(kd, ksm, kfull, kempty, BASE, BEND, row0, lo, T, ntiles, BQ: gl.cons
             it += 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T", "ntiles"])  # whose multiples of 16 would compile it again
 @no_type_check
 def score_kernel(qd, kd, W, KS, START, END, BASE, BEND, TAU, SEGS, NUM, row0, s_q, s_kv, lo, span,
                  T, ntiles, seg_stride, num_stride,
