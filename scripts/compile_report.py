@@ -30,6 +30,7 @@ from fullspan.ops.fp8.kernels import dequantise_kernel
 from fullspan.ops.index_topk import kernels_hopper as index
 from fullspan.ops.index_topk.hopper_backend import BF16 as BF16_SCORES
 from fullspan.ops.index_topk.hopper_backend import FP8 as FP8_SCORES
+from fullspan.ops.rows import kernels as of_rows
 from fullspan.ops.sparse_attention import kernels_hopper_backward as backward
 from fullspan.ops.sparse_attention import kernels_hopper_forward as forward
 from fullspan.ops.sparse_attention.kernels_backward import dquery_kernel
@@ -184,15 +185,31 @@ def row_kernels() -> Iterator[Entry]:
     types |= dict.fromkeys(("rows", "cols", "row_tiles", "col_tiles", "inner"), "i32")
     fixed = {"BR": 128, "BC": 128, "TR": 128, "TC": 128, "w_col": 1, "s_col": 1, "o_col": 1}
     yield "dequantise", dequantise_kernel, types, fixed, {"num_warps": 8}
+    tensors = ("X", "GATE", "UP", "GRAD", "OUT", "DX", "DGATE", "DUP", "WEIGHT")
+    types = dict.fromkeys(tensors, BF16) | {"INDEX": INT64, "eps": "fp32"}
+    types |= dict.fromkeys(("WEIGHTS", "DWEIGHTS", "RSTD"), FP32)
+    strides = ("x_row", "gate_row", "up_row", "grad_row", "dgate_row", "dup_row")
+    types |= dict.fromkeys(strides, "i32")
+    for name, kernel, width, more, warps in (
+        ("gather", of_rows.gather_rows_kernel, 6144, {"COUNT": 1}, 8),
+        ("sum", of_rows.gather_rows_kernel, 6144, {"COUNT": 8}, 8),
+        ("swiglu", of_rows.swiglu_kernel, 2048, {"WEIGHTED": True}, 8),
+        ("swiglu backward", of_rows.swiglu_backward_kernel, 2048, {"WEIGHTED": True}, 8),
+        ("norm", of_rows.rms_norm_kernel, 6144, {"BLOCK": 8192}, 8),
+        ("norm backward", of_rows.rms_norm_backward_kernel, 6144, {"BLOCK": 8192}, 8),
+    ):
+        values = {"WIDTH": width, "BLOCK": 2048, **more}
+        known = {a: types[a] for a in kernel.arg_names if a in types}
+        yield name, kernel, known, values, {"num_warps": warps}
 
 
 def row_reports() -> Iterator[dict[str, Any]]:
-    """Of every kernel on Hopper and Blackwell. A scale is one access of 4 bytes."""
-    for name, *kernel in row_kernels():
+    """Of every kernel on Hopper and Blackwell. What belongs to a whole row or block (a scale, an
+    index, a sum) is narrow."""
+    for name, kernel, types, fixed, options in row_kernels():
+        numbers = [argument for argument, kind in types.items() if kind.startswith("i")]
         for arch in (90, 100, 120):
-            built = compiled(
-                ASTSource, *kernel, arch, [n for n, t in kernel[1].items() if t[0] == "i"]
-            )
+            built = compiled(ASTSource, kernel, types, fixed, options, arch, numbers)
             accesses = re.findall(r"(?:ld|st)\.global\S*", built.asm["ptx"])
             wide = [access for access in accesses if re.search(r"v4\.b32|v2\.b64", access)]
             row = {"kernel": f"{name} sm_{arch}", "shared": built.metadata.shared}

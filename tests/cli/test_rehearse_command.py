@@ -25,6 +25,7 @@ ep = 2
 shard_weights = true
 [ops]
 workspace_bytes = 2097152
+expert_bytes = 2097152
 [train]
 steps = 1
 output_dir = "none"

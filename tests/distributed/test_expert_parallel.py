@@ -19,30 +19,38 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def transform(rank: int, size: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """y = (e + 1) x^2 on the rank of expert e, with its gradient, in the order of the rows."""
+def operands(rank: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = _seeded(10 + rank)
+    return torch.randn(slots, WIDTH, generator=generator), torch.rand(slots, generator=generator)
+
+
+def transform(rank: int, size: int, routing: str) -> tuple[torch.Tensor, ...]:
+    """y = (e + 1) w x^2 on the rank of expert e, with the gradients of x and w, in the order of the
+    rows."""
     chosen = ROUTINGS[routing](rank)
-    x = torch.randn(len(chosen), WIDTH, generator=_seeded(10 + rank)).requires_grad_()
+    x, weights = (tensor.requires_grad_() for tensor in operands(rank, len(chosen)))
     group = None if size == 1 else world_group()
     parallel = ExpertParallel(experts=EXPERTS, rank=rank if size > 1 else 0, size=size, group=group)
     order = chosen.argsort(stable=True)
-    sent = parallel.dispatch(x[order], torch.bincount(chosen, minlength=EXPERTS))
+    sent = parallel.dispatch(x[order], weights[order], torch.bincount(chosen, minlength=EXPERTS))
     expert = torch.tensor(list(parallel.local)).repeat_interleave(sent.counts)
-    out = parallel.combine((expert[:, None] + 1.0) * sent.rows.square(), sent)
+    out = parallel.combine(((expert + 1.0) * sent.weights)[:, None] * sent.rows.square(), sent)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))
     y = out[back]
     (y * torch.arange(1.0, 1 + WIDTH)).sum().backward()
-    assert x.grad is not None
-    return y.detach(), x.grad
+    assert x.grad is not None and weights.grad is not None
+    return y.detach(), x.grad, weights.grad
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rows_visit_their_experts_and_come_back(size, routing):
-    for rank, (y, gradient) in enumerate(run_ranks(size, transform, routing)):
+    seed = torch.arange(1.0, 1 + WIDTH)
+    for rank, (y, of_rows, of_weights) in enumerate(run_ranks(size, transform, routing)):
         chosen = ROUTINGS[routing](rank)
-        x = torch.randn(len(chosen), WIDTH, generator=_seeded(10 + rank))
-        scale = chosen[:, None] + 1.0
+        x, weights = operands(rank, len(chosen))
+        scale = ((chosen + 1.0) * weights)[:, None]
         assert torch.equal(y, scale * x.square())
-        torch.testing.assert_close(gradient, 2 * scale * x * torch.arange(1.0, 1 + WIDTH))
+        torch.testing.assert_close(of_rows, 2 * scale * x * seed)
+        torch.testing.assert_close(of_weights, (chosen + 1.0) * (x.square() * seed).sum(1))

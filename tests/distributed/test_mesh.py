@@ -33,7 +33,9 @@ def open_session(folder: Path, parallel: ParallelConfig, *, recompute: bool = Tr
         folder,
         dtype=torch.float32,
         device="cpu",
-        options=resolve(OpOptions(workspace_bytes=1 << 22), mesh.device, torch.float32),
+        options=resolve(
+            OpOptions(workspace_bytes=1 << 22, expert_bytes=1 << 20), mesh.device, torch.float32
+        ),
         recompute=recompute,
         mesh=mesh,
         shard_weights=parallel.shard_weights,

@@ -94,7 +94,7 @@ def test_a_rehearsed_rank_takes_what_the_real_one_takes(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, parallel: dict[str, Any]
 ) -> None:
     folder = tiny_checkpoints["glm_moe_dsa"]
-    ops = {"workspace_bytes": 1 << 21, "loss_chunk_rows": 32}
+    ops = {"workspace_bytes": 1 << 21, "expert_bytes": 1 << 20, "loss_chunk_rows": 32}
     data = {"pack_length": LENGTH}
     config = run_config(folder, tmp_path, "run", parallel=parallel, data=data, ops=ops)
     world = parallel.get("dp", 1) * parallel["cp"]

@@ -144,7 +144,7 @@ def expected(settings: dict, ranks: list[dict], rank: int) -> Counter:
     bytes_of: Counter = Counter()
     for microbatch in range(len(PACKS)):
         for unit in layers:
-            slots = 0
+            slots = (0, 0)
             if config.mlp_layer_types[unit - 1] == "sparse":
                 slots = expert_slots(config, settings["ep"], ranks, rank, microbatch, unit)
             budget = layer_budget(
@@ -167,7 +167,7 @@ def expected(settings: dict, ranks: list[dict], rank: int) -> Counter:
 
 def expert_slots(
     config: DsaConfig, ep: int, ranks: list[dict], rank: int, microbatch: int, unit: int
-) -> int:
+) -> tuple[int, int]:
     """Slots that leave this rank for an expert elsewhere, and that come from elsewhere."""
     sparse = [n for n, kind in enumerate(config.mlp_layer_types, 1) if kind == "sparse"]
     call = 2 * len(sparse) * microbatch  # forward, then recompute in reverse
@@ -181,7 +181,7 @@ def expert_slots(
         if other != rank:
             sent += int(ranks[rank]["routed"][forward].split(share)[other - first].sum())
             received += int(routed[forward].split(share)[rank - first].sum())
-    return sent + received
+    return sent, received
 
 
 def test_a_step_moves_what_the_formula_says(steps):

@@ -32,6 +32,8 @@ def test_a_choice_is_logged_once(caplog):
         "sparse_attention: reference, named by ops.sparse_attention",
         "fp8: reference, the first backend for torch.bfloat16 on cpu "
         "(triton: needs an NVIDIA GPU, not cpu; reference: can run)",
+        "rows: reference, the first backend for torch.bfloat16 on cpu "
+        "(triton: needs an NVIDIA GPU, not cpu; reference: can run)",
     ]
 
 
@@ -126,7 +128,8 @@ def test_fp8_needs_hardware_that_converts_e4m3(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("workspace_bytes", (1 << 20) - 1), ("loss_chunk_rows", 0)]
+    ("setting", "value"),
+    [("workspace_bytes", (1 << 20) - 1), ("expert_bytes", 0), ("loss_chunk_rows", 0)],
 )
 def test_settings_that_are_too_small(setting, value):
     with pytest.raises(ConfigError, match=rf"ops.{setting} is {value}; it must be at least"):

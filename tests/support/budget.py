@@ -13,7 +13,7 @@ def layer_budget(
     cp: int,
     ep: int,
     itemsize: int,
-    slots: int,
+    slots: tuple[int, int],
     traded: tuple[int, int] = (0, 0),
 ) -> Counter[tuple[str, str]]:
     """By (pass, item), without the weights. A recompute pass is assumed.
@@ -22,6 +22,7 @@ def layer_budget(
         rows: of this rank.
         itemsize: bytes of an activation.
         slots: (row, expert) pairs that leave this rank for another's expert, and that come here.
+            Each brings its weight along; the gradient of the weight goes the other way.
         traded: rows that the indexer sends to and receives from the mirror.
     """
     latent = (cp - 1) * rows * (config.kv_lora_rank + config.qk_rope_head_dim)
@@ -35,8 +36,10 @@ def layer_budget(
         bytes_of["forward", "index keys"] = (cp - 1) * rows * dim * itemsize
         bytes_of["forward", "index rows"] = receives * there + sends * back
     if config.mlp_layer_types[layer] == "sparse":
+        leave, come = slots
         for phase in ("forward", "recompute", "backward"):
-            bytes_of[phase, "expert rows"] = slots * config.hidden_size * itemsize
+            rows = (leave + come) * config.hidden_size * itemsize
+            bytes_of[phase, "expert rows"] = rows + 4 * (leave if phase == "backward" else come)
         for phase in ("forward", "recompute"):
             bytes_of[phase, "expert counts"] = (ep - 1) * config.n_routed_experts // ep * 8
     return bytes_of

@@ -40,7 +40,9 @@ def tiny_model(
     """The checkpoint in float32 with `transformers`' latent norm eps; adapters everywhere, lora_b
     not zero.
     """
-    options = OpOptions(workspace_bytes=workspace_bytes, loss_chunk_rows=64)
+    options = OpOptions(
+        workspace_bytes=workspace_bytes, expert_bytes=workspace_bytes, loss_chunk_rows=64
+    )
     options = resolve(options, torch.device("cpu"), torch.float32)
     model = load_model(
         folder,

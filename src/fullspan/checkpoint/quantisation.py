@@ -111,7 +111,7 @@ class Quantisation:
                     BlockLayout(
                         block=self.block,
                         parts=parts,
-                        workspace_bytes=options.workspace_bytes,
+                        workspace_bytes=options.expert_bytes,
                         backend=options.fp8,
                     )
                 )

@@ -100,6 +100,7 @@ BACKENDS: dict[str, dict[str, Check]] = {
         "reference": _check_reference,
     },
     "fp8": {"triton": _check_fp8, "reference": _check_reference},
+    "rows": {"triton": _check_triton, "reference": _check_reference},
 }
 
 

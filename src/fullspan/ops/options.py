@@ -12,6 +12,7 @@ BACKEND_NAMES = {
     "index_topk": ("hopper", "triton", "reference"),
     "sparse_attention": ("hopper", "triton", "reference"),
     "fp8": ("triton", "reference"),
+    "rows": ("triton", "reference"),
 }
 
 INDEX_SCORES = ("bf16", "fp8")
@@ -21,11 +22,14 @@ INDEX_SCORES = ("bf16", "fp8")
 class OpOptions:
     """The [ops] section.
 
-    index_topk, sparse_attention, fp8: name of a backend, or "auto" for the first that can run.
+    index_topk, sparse_attention, fp8, rows: name of a backend, or "auto" for the first that can
+    run.
     index_scores: "bf16" multiplies the indexer's queries and keys as the model makes them, "fp8"
     rounds them to e4m3 with a scale per vector first: faster, and other selections
     (index_topk/README.md).
     workspace_bytes: bound on the temporaries of index_topk, and on those of sparse_attention.
+    expert_bytes: bound on the rows that are at the experts at once, and on the experts' dequantised
+    weights.
     loss_chunk_rows: rows whose logits over the vocabulary exist at once.
 
     Every backend gives the same bits on every run: there is no other mode.
@@ -34,8 +38,10 @@ class OpOptions:
     index_topk: str = "auto"
     sparse_attention: str = "auto"
     fp8: str = "auto"
+    rows: str = "auto"
     index_scores: str = "bf16"
     workspace_bytes: int = 1 << 30
+    expert_bytes: int = 1 << 32
     loss_chunk_rows: int = 1024
 
     def __post_init__(self) -> None:
@@ -47,7 +53,11 @@ class OpOptions:
         if self.index_scores not in INDEX_SCORES:
             known = ", ".join(INDEX_SCORES)
             raise ConfigError(f"ops.index_scores is {self.index_scores!r}; it can be: {known}")
-        for setting, least in (("workspace_bytes", 1 << 20), ("loss_chunk_rows", 1)):
+        for setting, least in (
+            ("workspace_bytes", 1 << 20),
+            ("expert_bytes", 1 << 20),
+            ("loss_chunk_rows", 1),
+        ):
             value = getattr(self, setting)
             if value < least:
                 raise ConfigError(f"ops.{setting} is {value}; it must be at least {least}")

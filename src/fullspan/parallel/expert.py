@@ -1,7 +1,7 @@
 """Expert parallelism: which experts a rank holds, and the exchange of rows with their ranks.
 
-    dispatch   slots sorted by expert, on the rank of their row  ->  slots sorted by local expert,
-               on the rank of their expert
+    dispatch   slots sorted by expert, and a weight for each, on the rank of their row  ->  slots
+               sorted by local expert, on the rank of their expert
     combine    the inverse, for the experts' outputs
 
 Both are all-to-alls with autograd, and the adjoint of each is the other. The sizes of the parts
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from fullspan.errors import ConfigError
+from fullspan.ops.rows.op import gather_rows
 from fullspan.parallel.collectives import all_to_all_rows
 from fullspan.parallel.group import Group
-from fullspan.shapes import Float, Int64, Tensor
+from fullspan.shapes import Float, Float32, Int64, Tensor
 
 
 class _Exchange(torch.autograd.Function):
@@ -38,15 +39,17 @@ class _Exchange(torch.autograd.Function):
 class Dispatch:
     """Slots on the rank of their experts, and the way back.
 
-    rows     sorted by local expert
+    rows, weights   sorted by local expert
     counts   slots of each local expert
-    order    place among the received slots of each slot of `rows`; None on one rank
+    order    place among the received slots of each slot of `rows`, and the inverse; None on one
+             rank
     sent, received   slots that go to and come from each rank
     """
 
     rows: Float[Tensor, "slots hidden"]
+    weights: Float32[Tensor, "slots"]
     counts: Int64[Tensor, "local_experts"]
-    order: Int64[Tensor, "slots"] | None = None
+    order: tuple[Int64[Tensor, "slots 1"], Int64[Tensor, "slots 1"]] | None = None
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
 
@@ -54,6 +57,7 @@ class Dispatch:
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel:
     """`size` ranks share `experts` routed experts in equal runs; `group` is None on one rank.
+    backend: of ops/rows.
 
     Raises:
         ConfigError: the ranks cannot share the experts evenly.
@@ -63,6 +67,7 @@ class ExpertParallel:
     rank: int = 0
     size: int = 1
     group: Group | None = None
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         assert (self.group is None) == (self.size == 1), "a group where experts are shared"
@@ -79,19 +84,26 @@ class ExpertParallel:
         return range(self.rank * share, (self.rank + 1) * share)
 
     def dispatch(
-        self, slots: Float[Tensor, "slots hidden"], counts: Int64[Tensor, "experts"]
+        self,
+        slots: Float[Tensor, "slots hidden"],
+        weights: Float32[Tensor, "slots"],
+        counts: Int64[Tensor, "experts"],
     ) -> Dispatch:
         """`slots` sorted by expert, `counts[e]` of them for expert e, to their experts' ranks."""
         if self.group is None:
-            return Dispatch(slots, counts)
+            return Dispatch(slots, weights, counts)
         # Row r: what goes to the experts of rank r; after the exchange, what came from rank r.
         outgoing = counts.view(self.size, -1)
         even = [1] * self.size
         incoming = all_to_all_rows(outgoing, even, even, self.group, "rows per expert")
         sent, received = torch.stack([outgoing.sum(1), incoming.sum(1)]).tolist()
-        arrived = _Exchange.apply(slots, sent, received, self.group)
+        slots = _Exchange.apply(slots, sent, received, self.group)
+        weights = _Exchange.apply(weights[:, None], sent, received, self.group)
         order = _by_expert(incoming, sum(received))
-        return Dispatch(arrived[order], incoming.sum(0), order, tuple(sent), tuple(received))
+        places = order[:, None], inverse(order)[:, None]
+        slots = gather_rows(slots, *places, backend=self.backend)
+        weights = gather_rows(weights, *places, backend=self.backend).squeeze(1)
+        return Dispatch(slots, weights, incoming.sum(0), places, tuple(sent), tuple(received))
 
     def combine(
         self, out: Float[Tensor, "slots hidden"], dispatch: Dispatch
@@ -99,11 +111,16 @@ class ExpertParallel:
         """The experts' outputs for `dispatch.rows`, back in the order of the dispatched slots."""
         if self.group is None or dispatch.order is None:
             return out
-        arrival = torch.empty_like(dispatch.order)
-        arrival[dispatch.order] = torch.arange(len(arrival), device=arrival.device)
-        return _Exchange.apply(
-            out[arrival], list(dispatch.received), list(dispatch.sent), self.group
-        )
+        order, arrival = dispatch.order
+        out = gather_rows(out, arrival, order, backend=self.backend)
+        return _Exchange.apply(out, list(dispatch.received), list(dispatch.sent), self.group)
+
+
+def inverse(order: Int64[Tensor, "slots"]) -> Int64[Tensor, "slots"]:
+    """The place of 0, 1, ... in a permutation of them."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
 
 
 def _by_expert(
@@ -111,7 +128,8 @@ def _by_expert(
 ) -> Int64[Tensor, "slots"]:
     """Order that sorts slots that came rank by rank, and by expert within a rank, by expert alone;
     slots of one expert stay in the order of the ranks."""
-    ranks, local = incoming.shape
-    expert = torch.arange(local, device=incoming.device).repeat(ranks)
-    of_slot = expert.repeat_interleave(incoming.flatten(), output_size=slots)
-    return of_slot.argsort(stable=True)
+    sizes = incoming.t().flatten()  # of the runs of one expert from one rank, as they will lie
+    first = incoming.flatten().cumsum(0).view_as(incoming) - incoming
+    moved = first.t().flatten() - (sizes.cumsum(0) - sizes)
+    place = torch.arange(slots, device=incoming.device)
+    return place + moved.repeat_interleave(sizes, output_size=slots)

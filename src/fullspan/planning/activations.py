@@ -7,8 +7,8 @@ Three things are counted, for the rows of one rank:
     saved      what autograd keeps between a layer's (second) forward and its backward
     moments    what exists beside `saved` at the places where a layer peaks
 
-A row's widths are in elements; `wide` is float32. A norm keeps a float32 copy of its input unless
-the input is float32 itself. An adapter keeps its input and its low-rank product.
+A row's widths are in elements; `wide` is float32. A norm keeps its input and 1/rms. An adapter
+keeps its input and its low-rank product.
 """
 
 from collections.abc import Mapping
@@ -68,27 +68,21 @@ class Layer:
 
     # ----------------------------------------------------------------------------- saved
 
-    def _norm(self, width: int) -> int:
-        """A row's bytes that RMSNorm keeps (models/common/norm.py): the float32 copy and 1/rms."""
-        return (width * WIDE if self.case.item != WIDE else 0) + WIDE
-
     @cached_property
     def saved_attention(self) -> Bytes:
         """By item. models/dsa/attention.py, parallel/context.py, lora/layers.py."""
         case, model, item = self.case, self.case.model, self.case.item
         hidden, q_latent, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
         heads, qk = model.num_attention_heads, latent + model.qk_rope_head_dim
-        narrow = item != WIDE
         q_a, q_b, kv_a, kv_b, out = (
             f"self_attn.{name}"
             for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
         )
         per_head = case.run.lora.r * heads * 2 if self.has(kv_b) else 0
         row = {
-            "norms": self._norm(hidden) + self._norm(q_latent) + self._norm(latent),
-            # What the norms read: in float32 they keep it in place of a copy.
-            "q latent": item * q_latent * (self.has(q_b) + (0 if narrow else 1)),
-            "kv latent": 0 if narrow else item * qk,
+            "norms": 3 * WIDE,  # 1/rms; what they read comes next, and the layer's input
+            "q latent": item * q_latent * (self.has(q_b) + 1),
+            "kv latent": item * qk,
             "normed input": item * hidden if self.has(q_a, kv_a) else 0,
             "query": item * heads * model.qk_head_dim if self.has(kv_b) else 0,
             "absorbed query": item * heads * qk,
@@ -104,8 +98,7 @@ class Layer:
         """By item. models/common/{mlp,moe,linear}.py, parallel/expert.py."""
         case, model, item = self.case, self.case.model, self.case.item
         hidden = model.hidden_size
-        narrow = item != WIDE
-        row = {"norms": self._norm(hidden) + (0 if narrow else item * hidden)}
+        row = {"norms": WIDE + item * hidden}
         gate, up, down = (
             f"mlp.{'shared_experts.' if self.sparse else ''}{name}"
             for name in ("gate_proj", "up_proj", "down_proj")
@@ -114,7 +107,7 @@ class Layer:
         if self.sparse:
             inner = model.moe_intermediate_size * model.n_shared_experts
         row["normed input"] = item * hidden if self.has(gate, up) else 0
-        row["MLP intermediates"] = item * inner * (3 + self.has(down))
+        row["MLP intermediates"] = item * inner * (2 + self.has(down))
         row["LoRA"] = item * self.lows(gate, up, down)
         found = {name: case.rows * size for name, size in row.items()}
         return {**found, **self._saved_experts()} if self.sparse else found
@@ -128,17 +121,16 @@ class Layer:
         )
         gate_up, down = (self.has(f"mlp.experts.{n}") for n in ("gate_up_proj", "down_proj"))
         slots = case.busiest_slots
-        # scores, chosen experts (int64), their scores and the sum of them, the weights as applied;
-        # then the places of rows and slots (int64), and the slots of each expert.
+        # scores, chosen experts (int64), their scores and the sum of them; then the places of rows
+        # and slots (int64), the slots of each expert, and the weights where they are applied.
         normalised = chosen + 1 if model.norm_topk_prob else 0
-        router = (model.n_routed_experts + normalised) * WIDE + chosen * (LONG + item)
-        places = 2 * case.slots * LONG + (2 * slots * LONG if case.ep > 1 else 0)
+        router = (model.n_routed_experts + normalised) * WIDE + chosen * LONG
+        places = 3 * case.slots * LONG + (2 * slots * LONG if case.ep > 1 else 0) + slots * WIDE
         places += case.chunks * (model.n_routed_experts // case.ep) * LONG
         return {
             "router": case.rows * router + places,
             "expert rows in": slots * hidden * item if gate_up else 0,
-            "expert intermediates": slots * inner * item * (3 + down),
-            "expert rows out": case.slots * hidden * item,
+            "expert intermediates": slots * inner * item * (2 + down),
             "expert LoRA": slots * case.run.lora.r * item * (gate_up + down),
         }
 
@@ -165,7 +157,8 @@ class Layer:
 
         With experts that is in their last chunk of rows, before the shared expert runs: on the way
         back the rows they were given, their outputs, these in the order of arrival, and what came
-        from other ranks exist at once; at a product the rows and the dequantised weights.
+        from other ranks exist at once; at a product the rows, the dequantised weights, and at the
+        second one what goes in and comes out.
         """
         streams = self._streams() + self.input()  # and the gradient of the layer's output
         # Outputs of routed and shared experts and their sum; of a dense layer with the residual.
@@ -175,15 +168,27 @@ class Layer:
             streams += self._finished_chunks()
             moved = self.case.busiest_chunk_slots * self.case.model.hidden_size * self.case.item
             given = 0 if self.has("mlp.experts.gate_up_proj") else moved
+            gated = 0 if self.has("mlp.experts.down_proj") else self._gated()
+            ways = 2 if self.case.ep > 1 else 0
             for name, items in {
-                "experts": {"expert exchange": given + 2 * moved},
+                "experts": {"expert exchange": given + (1 + ways) * moved},
                 "expert products": {
                     "expert exchange": given,
                     "dequantised weights": self.dequantised(),
                 },
+                "second expert product": {
+                    "expert exchange": given + gated + moved,
+                    "dequantised weights": self.dequantised(down=True),
+                },
             }.items():
                 moments[name] = self._with_saved({STREAMS: streams, **items}, without_mlp=True)
         return moments
+
+    def _gated(self) -> int:
+        """What the second product of the experts reads, of one chunk."""
+        return (
+            self.case.busiest_chunk_slots * self.case.model.moe_intermediate_size * self.case.item
+        )
 
     def _finished_chunks(self) -> int:
         """What the experts made of the chunks before, until all are joined."""
@@ -191,10 +196,10 @@ class Layer:
 
     def _streams(self) -> int:
         """Locals of a layer while its MLP runs (models/dsa/model.DecoderLayer): the attention's
-        output, the residual stream and the normed rows, as far as autograd does not keep them."""
+        output, and the normed rows where autograd does not keep them."""
         prefix = "mlp.shared_experts." if self.sparse else "mlp."
         normed = not self.has(f"{prefix}gate_proj", f"{prefix}up_proj")
-        return self.input() * (1 + (self.case.item != WIDE) + normed)
+        return self.input() * (1 + normed)
 
     def backward_moments(self) -> dict[str, Bytes]:
         """Where the backward pass peaks: the experts' first gradients with everything still saved,
@@ -222,17 +227,16 @@ class Layer:
             moments["MLP"] = self._with_saved({STREAMS: 2 * stream, "MLP intermediates": grown})
             return moments
         # The shared expert's backward has run: its tensors are gone, its input's gradient is there.
-        wide = model.hidden_size * item
-        items = {STREAMS: 3 * stream, "expert exchange": 2 * case.chunk_slots * wide}
-        moments["experts"] = self._with_saved(items, without_mlp=True)
-        slots, inner = case.busiest_chunk_slots, model.moe_intermediate_size
-        items = {
-            STREAMS: 3 * stream,
-            "expert exchange": slots * (model.hidden_size + 2 * inner) * item,
-            "expert rows out": -case.chunk_slots * wide,  # gone by then
-            "dequantised weights": self.dequantised(),
-        }
-        moments["expert products"] = self._with_saved(items, without_mlp=True)
+        moved = case.busiest_chunk_slots * model.hidden_size * item
+        for name, exchange, weights in (
+            ("experts", (2 if case.ep > 1 else 1) * moved, 0),
+            ("second expert product", moved + self._gated(), self.dequantised(down=True)),
+            ("expert gates", 3 * self._gated(), 0),
+            ("expert products", moved, self.dequantised()),
+        ):
+            items = {STREAMS: 3 * stream, "expert exchange": exchange}
+            items["dequantised weights"] = weights
+            moments[name] = self._with_saved(items, without_mlp=True)
         return moments
 
     def forward_moments(self) -> dict[str, Bytes]:
@@ -271,14 +275,14 @@ class Layer:
             }
         if self.sparse:
             streams += self._finished_chunks()
-            slots, inner = case.busiest_chunk_slots, model.moe_intermediate_size
-            moved = slots * model.hidden_size * item
-            moments["experts"] = {STREAMS: streams, "expert exchange": 4 * moved}
-            moments["expert products"] = {
-                STREAMS: streams,
-                "expert exchange": moved + 2 * slots * inner * item,
-                "dequantised weights": self.dequantised(),
-            }
+            moved = case.busiest_chunk_slots * model.hidden_size * item
+            for name, exchange, weights in (
+                ("experts", 4 * moved, 0),
+                ("expert products", moved + 3 * self._gated(), self.dequantised()),
+                ("second expert product", 2 * moved + self._gated(), self.dequantised(down=True)),
+            ):
+                items = {STREAMS: streams, "expert exchange": exchange}
+                moments[name] = {**items, "dequantised weights": weights}
         else:
             inner = 3 * case.rows * model.intermediate_size * item
             moments["MLP"] = {
@@ -287,15 +291,15 @@ class Layer:
             }
         return moments
 
-    def dequantised(self) -> int:
-        """FP8 experts as they are multiplied: as many as the workspace holds, at least one
-        (models/common/linear.py)."""
+    def dequantised(self, *, down: bool = False) -> int:
+        """FP8 experts as they are multiplied: as many as ops.expert_bytes holds, at least one
+        (models/common/linear.py); of the first product or the second."""
         case, model = self.case, self.case.model
         if case.form.block is None:
             return 0
-        one = 2 * model.moe_intermediate_size * model.hidden_size * case.item
+        one = (1 if down else 2) * model.moe_intermediate_size * model.hidden_size * case.item
         held = model.n_routed_experts // case.ep
-        return one * max(1, min(held, case.run.ops.workspace_bytes // one))
+        return one * max(1, min(held, case.run.ops.expert_bytes // one))
 
     def _with_saved(self, items: Bytes, *, without_mlp: bool = False) -> Bytes:
         """`items` and everything that is saved; without_mlp: the shared expert's products aside."""

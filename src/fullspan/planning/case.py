@@ -192,7 +192,7 @@ class Case:
         """Rows whose slots go to the experts at once (models/common/moe.py)."""
         model = self.model
         slot = (4 * model.hidden_size + 3 * model.moe_intermediate_size) * self.item
-        fitting = self.run.ops.workspace_bytes // (model.num_experts_per_tok * slot)
+        fitting = self.run.ops.expert_bytes // (model.num_experts_per_tok * slot)
         return min(self.rows, max(1, fitting))
 
     @property

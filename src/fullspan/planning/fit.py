@@ -19,8 +19,8 @@ _LEAST_ROWS, _MOST_ROWS = 2, 1 << 30  # of a pack
 # Item of a plan -> the setting that makes it smaller.
 _SETTINGS = {
     "gathered units": "bounded: two units are whole at a time",
-    "dequantised weights": "lower ops.workspace_bytes",
-    "expert exchange": "lower ops.workspace_bytes",
+    "dequantised weights": "lower ops.expert_bytes",
+    "expert exchange": "lower ops.expert_bytes",
     "adapters": "lower lora.r or take targets out",
     "adapter gradients": "lower lora.r or take targets out",
     "Adam moments": "lower lora.r or take targets out",

@@ -87,10 +87,9 @@ def kept_between_layers(case: Case) -> list[dict[str, int]]:
     found = []
     for layer in layers:
         if layer.number >= first:
-            # Without recompute the norm keeps its input in float32 only, else a copy of it.
-            if recompute or case.item == WIDE:
-                inputs = 1 if case.run.train.offload_inputs else layer.number - first + 1
-                kept["saved layer inputs"] = inputs * layer.input()
+            # Without recompute it is the norm that keeps it.
+            inputs = 1 if case.run.train.offload_inputs else layer.number - first + 1
+            kept["saved layer inputs"] = inputs * layer.input()
             if layer.full or layer.number == first:
                 kept["saved selections"] += layer.selection()
             if not recompute:
@@ -109,8 +108,8 @@ def host_bytes(case: Case) -> int:
 
 
 def final_norm_bytes(case: Case) -> int:
-    """What the norm before the head keeps: its float32 input and 1/rms."""
-    return case.rows * (case.model.hidden_size + 1) * WIDE
+    """What the norm before the head keeps: its input and 1/rms."""
+    return case.rows * (case.model.hidden_size * case.item + WIDE)
 
 
 def _first_adapted(case: Case) -> int:

@@ -69,8 +69,9 @@ def _rows_of(case: Case, weight: Weight) -> float:
 
 def _products(case: Case, weights: Sequence[Weight], *, forward: bool) -> Iterator:
     """A frozen weight meets its rows in each pass, and is dequantised for it where it is FP8: an
-    element read, one of the activations' written; kv_b_proj twice, once for each half. The
-    indexer's products are counted with its scores (model_cost.flops)."""
+    element read, one of the activations' written; kv_b_proj twice, once for each half, those of
+    experts for every chunk of rows. The indexer's products are counted with its scores
+    (model_cost.flops)."""
     for weight in weights:
         part = _part(weight)
         if len(weight.shape) < 2 or (part == "indexer" and not forward):
@@ -82,7 +83,8 @@ def _products(case: Case, weights: Sequence[Weight], *, forward: bool) -> Iterat
             kind = "products by head" if by_head else kind
             yield (part, kind), 2 * held * _rows_of(case, weight)
         if weight.scaled and case.form.block is not None:
-            yield (part, "dequantise"), held * (1 + case.item) * (1 + by_head)
+            times = case.chunks if weight.routed else 1 + by_head
+            yield (part, "dequantise"), held * (1 + case.item) * times
 
 
 def _adapters(

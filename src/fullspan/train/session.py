@@ -143,6 +143,7 @@ class Session:
             rank=self.mesh.ep.rank,
             size=self.mesh.ep.size,
             group=self.mesh.ep.group,
+            backend=model.options.rows,
         )
         self.balance = IndexerBalance(
             choice=balance_indexer,

@@ -10,9 +10,7 @@ from tests.support.tiny import relative
 ROWS, HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 40, 8, 4, 8, 2
 
 
-def make(
-    workspace_bytes: int = 1 << 30, *, groups: int = 1, topk_group: int = 1
-) -> MixtureOfExperts:
+def make(expert_bytes: int = 1 << 30, *, groups: int = 1, topk_group: int = 1) -> MixtureOfExperts:
     router = Router(
         HIDDEN,
         EXPERTS,
@@ -26,7 +24,7 @@ def make(
         router,
         GroupedExperts(EXPERTS, range(EXPERTS), HIDDEN, INTERMEDIATE),
         GatedMLP(HIDDEN, INTERMEDIATE),
-        workspace_bytes=workspace_bytes,
+        expert_bytes=expert_bytes,
     )
     generator = torch.Generator().manual_seed(0)
     for tensor in moe.state_dict().values():
@@ -70,7 +68,7 @@ def test_chunks_change_nothing_and_stay_within_the_workspace(monkeypatch):
     monkeypatch.setattr(
         ExpertParallel,
         "dispatch",
-        lambda self, slots, counts: sizes.append(len(slots)) or dispatch(self, slots, counts),
+        lambda self, slots, *rest: sizes.append(len(slots)) or dispatch(self, slots, *rest),
     )
     results = []
     slot_bytes = 4 * (4 * HIDDEN + 3 * INTERMEDIATE)

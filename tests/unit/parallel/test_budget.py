@@ -55,7 +55,7 @@ def test_the_table_of_glm_5_2():
     leaving = rows * config.num_experts_per_tok * (RANKS - 1) // RANKS
     layer = 6
     budget = layer_budget(
-        config, layer, rows=rows, cp=RANKS, ep=RANKS, itemsize=ITEM, slots=2 * leaving,
+        config, layer, rows=rows, cp=RANKS, ep=RANKS, itemsize=ITEM, slots=(leaving, leaving),
         traded=(sum(trade.sends), sum(trade.receives)),
     )  # fmt: skip
     weights = spread_bytes(config, layer) * (RANKS - 1) / RANKS

@@ -90,7 +90,8 @@ def test_a_part_is_its_work_over_its_rate():
 @pytest.mark.parametrize("phase", PASSES)
 def test_work_has_the_flops_of_the_model(phase):
     """Products of frozen weights, by whatever part and kind: those of model_cost, which a test
-    compares with the real model; and every FP8 weight is dequantised once, kv_b_proj twice."""
+    compares with the real model; and every FP8 weight is dequantised once, kv_b_proj twice,
+    those of experts once a chunk of rows."""
     case = glm_case().assume(imbalance=1.0)
     counted = Plan.of(case, gpu("h200")).times().flops
     found = work(case, counted, phase, scored=0.125)
@@ -103,8 +104,10 @@ def test_work_has_the_flops_of_the_model(phase):
     weights = [w for n in range(78) for w in layer_weights(case.model, n) if w.scaled]
     if phase != "forward":
         weights = [w for w in weights if ".indexer." not in w.name]
+    assert case.chunks == 2
     elements = sum(
-        w.numel * (2 if "kv_b_proj" in w.name else 1) / (8 if w.routed else 1) for w in weights
+        w.numel * (case.chunks / 8 if w.routed else 2 if "kv_b_proj" in w.name else 1)
+        for w in weights
     )
     assert amounts["dequantise"] == pytest.approx(3 * elements)
 

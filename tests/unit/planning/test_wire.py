@@ -35,7 +35,7 @@ def test_bytes_of_every_layer_and_pass(glm, ep, dtype):
     for unit in layers:
         budget = layer_budget(
             case.model, unit - 1, rows=case.rows, cp=RANKS, ep=ep, itemsize=case.item,
-            slots=2 * leaving,
+            slots=(leaving, leaving),
         )  # fmt: skip
         for (phase, item), count in budget.items():
             wanted[phase, unit, item] += count
@@ -60,7 +60,7 @@ def test_more_chunks_send_more_counts(glm):
     whole = tiny_case(glm, world=2, parallel=parallel, data={"pack_length": 2048})
     parts = tiny_case(
         glm, world=2, parallel=parallel, data={"pack_length": 2048},
-        ops={"workspace_bytes": 1 << 20},
+        ops={"expert_bytes": 1 << 20},
     )  # fmt: skip
     assert whole.chunks == 1 < parts.chunks
     one, many = Traffic(whole).by_item(), Traffic(parts).by_item()

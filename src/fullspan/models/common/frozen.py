@@ -35,7 +35,7 @@ class BlockLayout:
 
     block: tuple[int, int]
     parts: int = 1
-    workspace_bytes: int = 1 << 30
+    workspace_bytes: int = 1 << 32
     backend: str = "auto"
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

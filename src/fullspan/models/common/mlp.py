@@ -3,11 +3,14 @@
 from torch import nn
 
 from fullspan.models.common.linear import Linear
+from fullspan.ops.rows.op import swiglu
 from fullspan.shapes import Float, Tensor
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (SwiGLU, Shazeer 2020)."""
+
+    backend = "auto"  # of ops/rows
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -16,4 +19,5 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate, hidden)
 
     def forward(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gated = swiglu(self.gate_proj(x), self.up_proj(x), backend=self.backend)
+        return self.down_proj(gated)

@@ -2,7 +2,9 @@
 weigh by plain score.
 
 Rows are sorted by expert, exchanged so that each is where its expert is (the identity on one rank),
-run through grouped linears, and brought back. Nothing here depends on how many ranks there are.
+run through grouped linears, and brought back. A row's weight for an expert travels with it and is
+applied between the two projections, where a row is a third as wide, so that no output of an expert
+has to be kept for the weight's gradient. Nothing here depends on how many ranks there are.
 """
 
 from typing import NamedTuple
@@ -12,7 +14,8 @@ from torch import nn
 
 from fullspan.models.common.linear import GroupedLinear
 from fullspan.models.common.mlp import GatedMLP
-from fullspan.parallel.expert import ExpertParallel
+from fullspan.ops.rows.op import gather_rows, swiglu
+from fullspan.parallel.expert import ExpertParallel, inverse
 from fullspan.shapes import Float, Float32, Int64, Tensor
 
 
@@ -74,6 +77,8 @@ class GroupedExperts(nn.Module):
     `transformers` fuses them.
     """
 
+    backend = "auto"  # of ops/rows
+
     def __init__(self, experts: int, held: range, hidden: int, intermediate: int) -> None:
         super().__init__()
         self.intermediate = intermediate
@@ -81,19 +86,24 @@ class GroupedExperts(nn.Module):
         self.down_proj = GroupedLinear(experts, intermediate, hidden, held=held)
 
     def forward(
-        self, x: Float[Tensor, "slots hidden"], counts: Int64[Tensor, "experts"]
+        self,
+        x: Float[Tensor, "slots hidden"],
+        weights: Float32[Tensor, "slots"],
+        counts: Int64[Tensor, "experts"],
     ) -> Float[Tensor, "slots hidden"]:
-        """`x` sorted by expert; `counts[e]` of its rows belong to expert e."""
-        gate, up = self.gate_up_proj(x, counts).chunk(2, dim=-1)
-        return self.down_proj(nn.functional.silu(gate) * up, counts)
+        """Outputs times weights; `x` sorted by expert, `counts[e]` of its rows are expert e's."""
+        gated = swiglu(self.gate_up_proj(x, counts), weights=weights, backend=self.backend)
+        return self.down_proj(gated, counts)
 
 
 class MixtureOfExperts(nn.Module):
     """Routed experts plus the shared expert. Padding rows are computed like any other: nothing
     depends on them.
 
-    workspace_bytes: rows go to the experts in chunks whose slots stay below it, if they were even.
+    expert_bytes: rows go to the experts in chunks whose slots stay below it, if they were even.
     """
+
+    backend = "auto"  # of ops/rows
 
     def __init__(
         self,
@@ -101,10 +111,10 @@ class MixtureOfExperts(nn.Module):
         experts: GroupedExperts,
         shared_experts: GatedMLP,
         *,
-        workspace_bytes: int,
+        expert_bytes: int,
     ) -> None:
         super().__init__()
-        self.workspace_bytes = workspace_bytes
+        self.expert_bytes = expert_bytes
         self.gate = router
         self.experts = experts
         self.shared_experts = shared_experts
@@ -129,20 +139,29 @@ class MixtureOfExperts(nn.Module):
         two projections as gate, up and their product."""
         hidden = x.shape[1]
         slot_bytes = (4 * hidden + 3 * self.experts.intermediate) * x.element_size()
-        return max(1, self.workspace_bytes // (self.gate.chosen * slot_bytes))
+        return max(1, self.expert_bytes // (self.gate.chosen * slot_bytes))
 
     def _exchanged(
         self, x: Float[Tensor, "rows hidden"], routing: Routing, parallel: ExpertParallel
     ) -> Float[Tensor, "rows hidden"]:
-        chosen = routing.experts.shape[1]
+        rows, chosen = routing.experts.shape
         # Slot -> (row, choice), sorted by expert. Not bincount: on a GPU it asks the host twice.
         expert, order = routing.experts.flatten().sort(stable=True)
         ends = torch.arange(parallel.experts + 1, device=expert.device)
         counts = torch.searchsorted(expert, ends).diff()
-        dispatch = parallel.dispatch(x[order // chosen], counts)
-        out = parallel.combine(self.experts(dispatch.rows, dispatch.counts), dispatch)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.numel(), device=order.device)
-        # Weighted in the order of the choices: no atomics, so the sum is the same on every run.
-        out = out[back].unflatten(0, (-1, chosen)) * routing.weights.unsqueeze(-1).to(x.dtype)
-        return out.sum(1)
+        back = inverse(order)
+        row_of_slot, slots_of_row = (order // chosen)[:, None], back.view(rows, chosen)
+        weights = gather_rows(
+            routing.weights.view(-1, 1), order[:, None], back[:, None], backend=self.backend
+        )
+        # Nested calls, so that no name keeps the rows of a step alive through the next one.
+        dispatch = parallel.dispatch(
+            gather_rows(x, row_of_slot, slots_of_row, backend=self.backend),
+            weights.squeeze(1),
+            counts,
+        )
+        out = parallel.combine(
+            self.experts(dispatch.rows, dispatch.weights, dispatch.counts), dispatch
+        )
+        # In the order of the choices and without atomics: the same sum on every run.
+        return gather_rows(out, slots_of_row, row_of_slot, backend=self.backend)

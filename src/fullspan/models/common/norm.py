@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from fullspan.ops.rows.op import rms_norm
 from fullspan.shapes import Float, Tensor
 
 
@@ -11,15 +12,15 @@ class RMSNorm(nn.Module):
     weight (Llama).
     """
 
+    backend = "auto"  # of ops/rows
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, backend=self.backend)
 
 
 class LayerNorm(nn.Module):

@@ -130,6 +130,9 @@ class DsaForCausalLM(nn.Module):
         self.model = DsaModel(config, options, recompute=recompute, experts=held)
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size)
         self.weights: WeightStore = ResidentWeights()
+        for module in self.modules():
+            if isinstance(module, RMSNorm | GatedMLP | GroupedExperts | MixtureOfExperts):
+                module.backend = options.rows
 
     @property
     def units(self) -> list[nn.Module]:
@@ -191,4 +194,4 @@ def _experts(config: DsaConfig, options: OpOptions, held: range) -> MixtureOfExp
         config.n_routed_experts, held, config.hidden_size, config.moe_intermediate_size
     )
     shared = GatedMLP(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts)
-    return MixtureOfExperts(router, experts, shared, workspace_bytes=options.workspace_bytes)
+    return MixtureOfExperts(router, experts, shared, expert_bytes=options.expert_bytes)

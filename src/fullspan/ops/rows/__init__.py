@@ -1,0 +1,1 @@
+"""Work on rows whose time is that of the memory it moves."""
