@@ -48,13 +48,13 @@ def _short(first: int, step: int) -> tuple[str, ...]:
 ROWS = {
     "131k-cp32": Row(
         config="glm52_131k_32xh200.toml",
-        words=("--steps", "1", "--repeat", *_short(81_920, 8_192)),
+        words=("--steps", "1", "--repeat", *_short(98_304, 6_144)),
     ),
     "131k-cp32-experts": Row(
         config="glm52_131k_32xh200.toml", words=("--fit", "0", "--lora.targets", WITH_EXPERTS)
     ),
     "131k-cp8": Row(config="glm52_131k_8xh200.toml", words=(*ONCE, *_short(16_384, 4_096))),
-    "1m-cp32": Row(config="glm52_1m_32xh200.toml", words=(*ONCE, *_short(65_536, 65_536))),
+    "1m-cp32": Row(config="glm52_1m_32xh200.toml", words=(*ONCE, *_short(131_072, 32_768))),
     "512k-cp8": Row(config="glm52_512k_8xh200.toml", words=(*ONCE, *_short(16_384, 4_096))),
 }
 
