@@ -46,6 +46,15 @@ class Memory:
         return cls(peak=max(stages, key=lambda phase: phase.total), stages=stages)
 
 
+# What is not given out by PyTorch's allocator.
+_OUTSIDE = ("allocator slack", "CUDA context", "NCCL buffers")
+
+
+def allocated_bytes(phase: Phase) -> int:
+    """What PyTorch's allocator gives out of it."""
+    return sum(size for name, size in phase.items.items() if name not in _OUTSIDE)
+
+
 def phases(case: Case) -> Iterator[Phase]:
     """Every phase of a step whose bytes differ, with all items of each."""
     frozen = frozen_bytes(case)

@@ -12,15 +12,13 @@ from fullspan.parallel.loopback import Transfer
 from fullspan.planning import wire
 from fullspan.planning.hardware import GIB, NAMES, Links
 from fullspan.planning.linear_fit import LinearFit
-from fullspan.planning.memory import Memory
+from fullspan.planning.memory import Memory, allocated_bytes
 from fullspan.planning.phases import PARTS, PASSES, named
 from fullspan.planning.rehearse import Rehearsal
 from fullspan.planning.report import split_name, table
 from fullspan.planning.times import Times, link_seconds
 
 _MIB = 1 << 20
-# Of a plan: what is not given out by PyTorch's allocator.
-_OUTSIDE = ("allocator slack", "CUDA context", "NCCL buffers")
 
 
 def rehearsal_text(found: Rehearsal, rates: Path | None = None) -> str:
@@ -123,8 +121,7 @@ def memory_items(found: Rehearsal) -> dict[str, int]:
 
 def planned_bytes(found: Rehearsal) -> int:
     """What the plan says that PyTorch's allocator gives out at the peak."""
-    items = Memory.of(found.case).peak.items
-    return sum(size for name, size in items.items() if name not in _OUTSIDE)
+    return allocated_bytes(Memory.of(found.case).peak)
 
 
 def planned_seconds(found: Rehearsal, rates: Path | None) -> dict[str, dict[str, float]] | None:

@@ -31,6 +31,7 @@ from fullspan.parallel.shard import FlatUnit, ShardedWeights
 from fullspan.planning.case import Assumptions, Case
 from fullspan.planning.linear_fit import LinearFit
 from fullspan.planning.measure import Meter, Usage
+from fullspan.planning.memory import Memory, allocated_bytes
 from fullspan.planning.phases import (
     KEPT_AT,
     STAGES,
@@ -50,6 +51,7 @@ from fullspan.train.session import Session
 from fullspan.train.setup import DTYPES, adapt, host_memory, seed_generators
 
 ADAPTER_STD = 0.02  # of lora_b, which is zero in a fresh adapter
+SPARE = 1 << 30  # of the GPU's memory, for what is not the allocator's
 Say = Callable[[str], None]
 
 
@@ -201,6 +203,8 @@ class Stage:
         usages = self._shorter(session, options.lengths, say)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # so that what is reserved is what this length needs
+            if not options.warmup:
+                self._map_memory()
         for turn in range(options.warmup):
             say(f"warm-up step {turn + 1} of {options.warmup}, {length:,} tokens")
             self.doing = "it warms up"
@@ -288,6 +292,14 @@ class Stage:
             usage = self.meter.measure(lambda: self.step(session, length))
             self.traffic.transfers[:] = transfers
         return usage, medians(runs), walls
+
+    def _map_memory(self) -> None:
+        """Let the allocator get from the driver what the plan's peak needs: the only step of this
+        length would wait for it, here and there."""
+        wanted = allocated_bytes(Memory.of(self.case).peak)
+        missing = wanted - torch.cuda.memory_allocated(self.device)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        torch.empty(max(0, min(missing, free - SPARE)), dtype=torch.uint8, device=self.device)
 
     def _of_one_step(self, steps: int) -> list[Transfer]:
         every = self.traffic.transfers
