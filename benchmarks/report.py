@@ -20,8 +20,14 @@ MEASURED = {
     "commit", "date", "torch", "triton", "cuda", "gpu", "nccl",
     "ms_min", "ms_max", "tokens_per_second_per_rank", "exchange_ms", "loopback_ms", "rehearsed_ms",
     "rehearsed_peak_bytes", "loss", "loss_difference", "logits_difference", "gradients_difference",
-    "topk_difference", "bits_difference", "judged", "passed",
+    "topk_difference", "bits_difference", "judged", "passed", "planned_ms", "planned_bytes",
+    "host_bytes", "r2", "foretold_bytes", "fullspan",
 }  # fmt: skip
+# Of rates.py.
+KINDS = (
+    "projections", "products by head", "experts", "head", "float32", "elementwise", "permute",
+    "dequantise", "pin host memory", "to host", "from host",
+)  # fmt: skip
 RANKS = ("model", "layers", "dtype", "transport", "gpu", "cp")
 COLUMNS = {
     "sparse attention": (
@@ -40,6 +46,8 @@ COLUMNS = {
     "several ranks: parity with one rank": (*RANKS, "partition", "tokens", "product_rows"),
     "several ranks: a step": (*RANKS, "tokens", "rows"),
     "several ranks: a rank and its rehearsal": (*RANKS, "tokens", "rank"),
+    "rehearsals of GLM-5.2 at full size, one rank on one GPU": ("row", "tokens", "ranks", "rows"),
+    "rates of plans": ("op", "shape", "rows", "beside"),
 }
 TITLES = {
     "forward": "sparse attention",
@@ -51,6 +59,8 @@ TITLES = {
     "multi_gpu_parity": "several ranks: parity with one rank",
     "multi_gpu_step": "several ranks: a step",
     "multi_gpu_rehearsal": "several ranks: a rank and its rehearsal",
+    "rehearsal": "rehearsals of GLM-5.2 at full size, one rank on one GPU",
+    **dict.fromkeys(KINDS, "rates of plans"),
 }
 
 Row = dict[str, Any]
@@ -62,17 +72,42 @@ def rows() -> list[Row]:
     for path in sorted(RESULTS.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
+            if "row" in row:
+                row = of_rehearsal(row)
             case = {key: value for key, value in row.items() if key not in MEASURED}
             last[json.dumps(case, sort_keys=True)] = row
     return list(last.values())
+
+
+def of_rehearsal(row: Row) -> Row:
+    """A row of rehearse_glm52.py as the others are: what was measured in "ms" and "peak_bytes"."""
+    found = {"op": "rehearsal", "row": row["row"], "date": row["date"], "commit": row["commit"]}
+    if "error" in row:
+        return found | {"failed": row["error"]}
+    ranks, seconds = row["rehearsal"], row["seconds_of_step"] - row["seconds_of_loopback"]
+    planned = row["plan_seconds"] or {}
+    return found | row["versions"] | {
+        "gpu": row["device"],
+        "tokens": row["pack"],
+        "ranks": f"cp {ranks['cp']}, ep {ranks['ep']}",
+        "rows": row["rows"],
+        "ms": seconds * 1e3,
+        "planned_ms": 1e3 * sum(sum(parts.values()) for parts in planned.values()),
+        "peak_bytes": row["peak_allocated"],
+        "planned_bytes": row["plan_peak_allocated"],
+        "host_bytes": row["host_bytes"],
+        "r2": {name: fit["r2"] for name, fit in row["fits"].items()},
+        "foretold_bytes": row["foretold_peak"],
+    }  # fmt: skip
 
 
 def table(columns: tuple[str, ...], body: list[Row]) -> list[str]:
     """Markdown lines."""
     measured = CELLS.get(body[0]["op"], call_cells)
     # Of what failed there is the reason alone.
-    cells = [{"ms": row["failed"]} if "failed" in row else measured(row) for row in body]
-    head = [*columns, *max(cells, key=len)]
+    names = next((list(measured(row)) for row in body if "failed" not in row), ["ms"])
+    cells = [{names[0]: row["failed"]} if "failed" in row else measured(row) for row in body]
+    head = [*columns, *names]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row, values in zip(body, cells, strict=True):
         shown = {column: row.get(column) for column in columns} | values
@@ -134,7 +169,31 @@ def rehearsal_cells(row: Row) -> Cells:
     }
 
 
+def full_size_cells(row: Row) -> Cells:
+    """A rehearsal at full size beside its plan. Lines: R² of the whole step's and the worst stage's
+    peaks, and what the lines through the shorter packs are off by."""
+    peak, r2 = row["peak_bytes"], row["r2"]
+    foretold = row["foretold_bytes"]
+    return {
+        "peak GiB": f"{peak / 2**30:.2f}",
+        "the plan's": f"{row['planned_bytes'] / peak - 1:+.1%}",
+        "host GiB": f"{row['host_bytes'] / 2**30:.1f}" if row["host_bytes"] else "",
+        "s": f"{row['ms'] / 1e3:.2f}",
+        "the plan's s": f"{row['planned_ms'] / row['ms'] - 1:+.0%}",
+        "R²": f"{r2['all']:.5f}, {min(r2.values()):.5f}" if r2 else "",
+        "foretold": f"{foretold / peak - 1:+.2%}" if foretold else "",
+    }
+
+
+def rate_cells(row: Row) -> Cells:
+    """FLOPs or bytes a second."""
+    work, unit = (row["flops"], "TFLOP/s") if "flops" in row else (row["bytes"], "TB/s")
+    return {"ms": f"{row['ms']:.3f}", "rate": f"{work / row['ms'] / 1e9:.3g} {unit}"}
+
+
 CELLS = {
+    "rehearsal": full_size_cells,
+    **dict.fromkeys(KINDS, rate_cells),
     "multi_gpu_parity": parity_cells,
     "multi_gpu_step": step_cells,
     "multi_gpu_rehearsal": rehearsal_cells,
@@ -150,7 +209,9 @@ def tables() -> str:
         if body:
             lines += [f"### {title[0].upper()}{title[1:]}", "", *table(columns, body), ""]
     fields = ("gpu", "torch", "triton", "cuda", "date", "commit")
-    sources = {tuple(str(row[field])[:12] for field in fields) for row in everything}
+    sources = {
+        tuple(str(row[field])[:12] for field in fields) for row in everything if "gpu" in row
+    }
     lines += [f"Measured with {', '.join(source)}." for source in sorted(sources)] + [""]
     formulas = {row["formula"]: row["op"] for row in everything if "formula" in row}
     lines += [f"FLOPs of {op}: `{formula}`." for formula, op in sorted(formulas.items())]

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,9 @@ def rehearsal_json(found: Rehearsal, rates: Path | None = None) -> dict[str, Any
         "rehearsal": {"rank": found.rank, "world": case.world, "dp": case.dp, "cp": case.cp,
                       "ep": case.ep, "shard_weights": case.run.parallel.shard_weights},
         "device": found.device,
-        "versions": {"fullspan": __version__, "torch": torch.__version__},
+        "versions": {"fullspan": __version__, "torch": torch.__version__,
+                     "triton": version("triton") if find_spec("triton") else None,
+                     "cuda": torch.version.cuda},
         "model": Path(case.run.model.path).name,
         "random_weights": found.random_weights,
         "pack": case.pack,
