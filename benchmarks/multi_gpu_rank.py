@@ -350,7 +350,7 @@ def _slots_of_experts(model: nn.Module) -> Iterator[list[Tensor]]:
     found: list[Tensor] = []
 
     def keep(module: nn.Module, given: tuple[Any, ...]) -> None:
-        found.append(given[1].detach().clone())
+        found.append(given[-1].detach().clone())
 
     experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
     hooks = [module.register_forward_pre_hook(keep) for module in experts]
