@@ -100,6 +100,9 @@ def test_every_item_of_a_plan_has_a_setting():
     assert setting_for("saved selections", replicas).startswith("trade parallel.dp")
 
 
-@pytest.mark.parametrize("config", ["glm52_131k_8xh200", "glm52_131k_32xh200", "glm52_1m_32xh200"])
+@pytest.mark.parametrize(
+    "config",
+    ["glm52_131k_8xh200", "glm52_512k_8xh200", "glm52_131k_32xh200", "glm52_1m_32xh200"],
+)
 def test_shipped_runs_fit_what_they_are_named_for(config):
     assert Plan.of(glm_case(config), gpu("h200")).fits
