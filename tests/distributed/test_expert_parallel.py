@@ -32,12 +32,15 @@ def transform(rank: int, size: int, routing: str) -> tuple[torch.Tensor, ...]:
     group = None if size == 1 else world_group()
     parallel = ExpertParallel(experts=EXPERTS, rank=rank if size > 1 else 0, size=size, group=group)
     order = chosen.argsort(stable=True)
-    sent = parallel.dispatch(x[order], weights[order], torch.bincount(chosen, minlength=EXPERTS))
-    expert = torch.tensor(list(parallel.local)).repeat_interleave(sent.counts)
-    out = parallel.combine(((expert + 1.0) * sent.weights)[:, None] * sent.rows.square(), sent)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order))
-    y = out[back]
+    # Two exchanges at once, of every other slot.
+    turns = [order[::2], order[1::2]]
+    counts = torch.stack([torch.bincount(chosen[turn], minlength=EXPERTS) for turn in turns])
+    y = torch.full((len(chosen), WIDTH), torch.nan)
+    for turn, route in zip(turns, parallel.start(counts).wait(), strict=True):
+        sent = parallel.dispatch(x[turn], weights[turn], route)
+        expert = torch.tensor(list(parallel.local)).repeat_interleave(route.counts)
+        out = ((expert + 1.0) * sent.weights)[:, None] * sent.rows.square()
+        y = y.index_copy(0, turn, parallel.combine(out, sent))
     (y * torch.arange(1.0, 1 + WIDTH)).sum().backward()
     assert x.grad is not None and weights.grad is not None
     return y.detach(), x.grad, weights.grad

@@ -43,7 +43,7 @@ ITEMS = {
     "context.SequenceContext.start_index_gather": "index keys",
     "balance.Trade.exchange": "index rows",
     "balance.Trade.give_back": "index rows",
-    "expert.ExpertParallel.dispatch": "expert counts",
+    "expert.ExpertParallel.start": "expert counts",
     "expert._Exchange.forward": "expert rows",
     "expert._Exchange.backward": "expert rows",
     "shard.ShardedWeights._start": "weights",
@@ -256,7 +256,7 @@ def test_the_host_waits_only_for_the_sizes_of_expert_exchanges(steps):
             if event.kind == "sync" and not event.place.startswith(outside)
         )
         wanted = len(PACKS) * 2 * sparse
-        assert syncs == {("expert.ExpertParallel.dispatch", "tolist"): wanted}
+        assert syncs == {("expert.PendingRoutes.wait", "tolist"): wanted}
 
 
 def test_at_most_two_units_are_whole(steps):

@@ -171,18 +171,17 @@ def test_no_rows_and_no_columns(rows):
 
 def test_the_ops_are_registered_as_they_behave():
     ops, check = torch.ops.fullspan, torch.library.opcheck
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6)
+    tests = ("test_schema", "test_faketensor")
+    x, weights = torch.randn(6, 8), torch.rand(6)
     index = torch.arange(6).view(3, 2)
-    inverse = (torch.arange(6) // 2)[:, None]
-    check(ops.gather_rows.default, (x, index, inverse, "reference"), test_utils=tests)
+    check(ops.gather_rows.default, (x, index, "reference"), test_utils=tests)
     for up, weight in ((None, weights), (torch.randn(6, 8), None)):
         check(ops.swiglu.default, (x, up, weight, "reference"), test_utils=tests)
         width = 4 if up is None else 8
-        given = (torch.randn(6, width), x.detach(), up, weight, "reference")
+        given = (torch.randn(6, width), x, up, weight, "reference")
         check(ops.swiglu_backward.default, given, test_utils=tests)
     check(ops.rms_norm.default, (x, torch.ones(8), 0.1, "reference"), test_utils=tests)
-    given = (x.detach(), x.detach(), torch.ones(8), torch.ones(6), "reference")
+    given = (x, x, torch.ones(8), torch.ones(6), "reference")
     check(ops.rms_norm_backward.default, given, test_utils=tests)
 
 

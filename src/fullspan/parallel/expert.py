@@ -1,14 +1,18 @@
 """Expert parallelism: which experts a rank holds, and the exchange of rows with their ranks.
 
+    start      slots of each expert, on the rank of their rows  ->  routes: how many go where
     dispatch   slots sorted by expert, and a weight for each, on the rank of their row  ->  slots
                sorted by local expert, on the rank of their expert
     combine    the inverse, for the experts' outputs
 
-Both are all-to-alls with autograd, and the adjoint of each is the other. The sizes of the parts
-depend on the router, so each exchange asks the host once for them. What an exchange needs to know
-lives in the Dispatch that `dispatch` returns and is gone with it. On one rank both are identities.
+The latter two are all-to-alls with autograd, and the adjoint of each is the other. The sizes of
+their parts depend on the router, so the host has to know them: it asks once, for all exchanges of a
+layer's pass, and what is launched between `start` and `wait` keeps the device busy meanwhile. What
+an exchange needs to know lives in the Dispatch that `dispatch` returns and is gone with it. On one
+rank they are identities.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +28,7 @@ class _Exchange(torch.autograd.Function):
     """Rows to other ranks; the gradient of each row comes back the same way."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, sent: list[int], received: list[int], group: Group):
+    def forward(ctx, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group):
         ctx.route = received, sent, group
         return all_to_all_rows(rows, sent, received, group, "rows of experts")
 
@@ -36,22 +40,56 @@ class _Exchange(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class Route:
+    """Of one exchange: slots of each local expert; on several ranks also those that came from each
+    rank for each, and the slots that go to and come from each rank.
+    """
+
+    counts: Int64[Tensor, "local_experts"]
+    incoming: Int64[Tensor, "ranks local_experts"] | None = None
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+
+
+class PendingRoutes:
+    """Routes of some exchanges, whose sizes are on their way to the host.
+
+    counts: [exchanges, local experts]; incoming: [ranks, exchanges, local experts] and sizes:
+    [sent and received, exchanges, ranks], neither on one rank.
+    """
+
+    def __init__(
+        self, counts: Tensor, incoming: Tensor | None = None, sizes: Tensor | None = None
+    ) -> None:
+        self._counts, self._incoming = counts, incoming
+        self._sizes = None if sizes is None else sizes.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if sizes is not None and sizes.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> list[Route]:
+        """The host waits here."""
+        if self._incoming is None or self._sizes is None:
+            return [Route(counts) for counts in self._counts]
+        if self._copied is not None:
+            self._copied.synchronize()
+        parts = zip(self._counts, self._incoming.unbind(1), *self._sizes.tolist(), strict=True)
+        return [Route(counts, came, tuple(s), tuple(r)) for counts, came, s, r in parts]
+
+
+@dataclass(frozen=True)
 class Dispatch:
     """Slots on the rank of their experts, and the way back.
 
     rows, weights   sorted by local expert
-    counts   slots of each local expert
     order    place among the received slots of each slot of `rows`, and the inverse; None on one
              rank
-    sent, received   slots that go to and come from each rank
     """
 
     rows: Float[Tensor, "slots hidden"]
     weights: Float32[Tensor, "slots"]
-    counts: Int64[Tensor, "local_experts"]
+    route: Route
     order: tuple[Int64[Tensor, "slots 1"], Int64[Tensor, "slots 1"]] | None = None
-    sent: tuple[int, ...] = ()
-    received: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,27 +121,31 @@ class ExpertParallel:
         share = self.experts // self.size
         return range(self.rank * share, (self.rank + 1) * share)
 
-    def dispatch(
-        self,
-        slots: Float[Tensor, "slots hidden"],
-        weights: Float32[Tensor, "slots"],
-        counts: Int64[Tensor, "experts"],
-    ) -> Dispatch:
-        """`slots` sorted by expert, `counts[e]` of them for expert e, to their experts' ranks."""
+    def start(self, counts: Int64[Tensor, "exchanges experts"]) -> PendingRoutes:
+        """counts[i, e]: slots of the i-th exchange for expert e. Every rank has as many."""
         if self.group is None:
-            return Dispatch(slots, weights, counts)
+            return PendingRoutes(counts)
         # Row r: what goes to the experts of rank r; after the exchange, what came from rank r.
-        outgoing = counts.view(self.size, -1)
+        outgoing = counts.unflatten(1, (self.size, -1)).transpose(0, 1)
         even = [1] * self.size
         incoming = all_to_all_rows(outgoing, even, even, self.group, "rows per expert")
-        sent, received = torch.stack([outgoing.sum(1), incoming.sum(1)]).tolist()
-        slots = _Exchange.apply(slots, sent, received, self.group)
-        weights = _Exchange.apply(weights[:, None], sent, received, self.group)
-        order = _by_expert(incoming, sum(received))
+        sizes = torch.stack([outgoing.sum(2).t(), incoming.sum(2).t()])
+        return PendingRoutes(incoming.sum(0), incoming, sizes)
+
+    def dispatch(
+        self, slots: Float[Tensor, "slots hidden"], weights: Float32[Tensor, "slots"], route: Route
+    ) -> Dispatch:
+        """`slots` sorted by expert to their experts' ranks."""
+        if self.group is None or route.incoming is None:
+            return Dispatch(slots, weights, route)
+        way = route.sent, route.received, self.group
+        slots = _Exchange.apply(slots, *way)
+        weights = _Exchange.apply(weights[:, None], *way)
+        order = _by_expert(route.incoming, sum(route.received))
         places = order[:, None], inverse(order)[:, None]
         slots = gather_rows(slots, *places, backend=self.backend)
         weights = gather_rows(weights, *places, backend=self.backend).squeeze(1)
-        return Dispatch(slots, weights, incoming.sum(0), places, tuple(sent), tuple(received))
+        return Dispatch(slots, weights, route, places)
 
     def combine(
         self, out: Float[Tensor, "slots hidden"], dispatch: Dispatch
@@ -113,7 +155,7 @@ class ExpertParallel:
             return out
         order, arrival = dispatch.order
         out = gather_rows(out, arrival, order, backend=self.backend)
-        return _Exchange.apply(out, list(dispatch.received), list(dispatch.sent), self.group)
+        return _Exchange.apply(out, dispatch.route.received, dispatch.route.sent, self.group)
 
 
 def inverse(order: Int64[Tensor, "slots"]) -> Int64[Tensor, "slots"]:

@@ -155,20 +155,23 @@ class Layer:
     def recompute_moments(self) -> dict[str, Bytes]:
         """Where the second forward peaks: {moment: bytes beside the layer's input by item}.
 
-        With experts that is in their last chunk of rows, before the shared expert runs: on the way
-        back the rows they were given, their outputs, these in the order of arrival, and what came
+        With experts that is in their last chunk of rows, after the shared expert: on the way back
+        the rows they were given, their outputs, these in the order of arrival, and what came
         from other ranks exist at once; at a product the rows, the dequantised weights, and at the
         second one what goes in and comes out.
         """
         streams = self._streams() + self.input()  # and the gradient of the layer's output
-        # Outputs of routed and shared experts and their sum; of a dense layer with the residual.
-        ends = streams + (3 if self.sparse else 2) * self.input()
+        # Outputs of routed and shared experts; of a dense layer with the residual.
+        joined = self.sparse and self.case.chunks > 1
+        ends = streams + (2 + joined) * self.input()
         moments = {"end": self._with_saved({STREAMS: ends})}
         if self.sparse:
-            streams += self._finished_chunks()
+            streams += self._finished_chunks() + self.input()  # the shared expert's output
             moved = self.case.busiest_chunk_slots * self.case.model.hidden_size * self.case.item
             given = 0 if self.has("mlp.experts.gate_up_proj") else moved
-            gated = 0 if self.has("mlp.experts.down_proj") else self._gated()
+            adapted = self.has("mlp.experts.down_proj")
+            # Its input, which an adapter keeps, and its output, to which an adapter's is added.
+            second = 2 * moved if adapted else moved + self._gated()
             ways = 2 if self.case.ep > 1 else 0
             for name, items in {
                 "experts": {"expert exchange": given + (1 + ways) * moved},
@@ -177,11 +180,11 @@ class Layer:
                     "dequantised weights": self.dequantised(),
                 },
                 "second expert product": {
-                    "expert exchange": given + gated + moved,
+                    "expert exchange": given + second,
                     "dequantised weights": self.dequantised(down=True),
                 },
             }.items():
-                moments[name] = self._with_saved({STREAMS: streams, **items}, without_mlp=True)
+                moments[name] = self._with_saved({STREAMS: streams, **items})
         return moments
 
     def _gated(self) -> int:
@@ -191,8 +194,9 @@ class Layer:
         )
 
     def _finished_chunks(self) -> int:
-        """What the experts made of the chunks before, until all are joined."""
-        return self.input() if self.case.chunks > 1 else 0
+        """What came of the chunks before the last, until all are joined."""
+        last = self.case.rows - (self.case.chunks - 1) * self.case.chunk_rows
+        return self.input() * (self.case.rows - last) // self.case.rows
 
     def _streams(self) -> int:
         """Locals of a layer while its MLP runs (models/dsa/model.DecoderLayer): the attention's
@@ -226,7 +230,6 @@ class Layer:
             grown = inner * (3 - self.has("mlp.down_proj"))
             moments["MLP"] = self._with_saved({STREAMS: 2 * stream, "MLP intermediates": grown})
             return moments
-        # The shared expert's backward has run: its tensors are gone, its input's gradient is there.
         moved = case.busiest_chunk_slots * model.hidden_size * item
         for name, exchange, weights in (
             ("experts", (2 if case.ep > 1 else 1) * moved, 0),
@@ -234,9 +237,8 @@ class Layer:
             ("expert gates", 3 * self._gated(), 0),
             ("expert products", moved, self.dequantised()),
         ):
-            items = {STREAMS: 3 * stream, "expert exchange": exchange}
-            items["dequantised weights"] = weights
-            moments[name] = self._with_saved(items, without_mlp=True)
+            items = {STREAMS: 2 * stream + self._finished_chunks(), "expert exchange": exchange}
+            moments[name] = self._with_saved({**items, "dequantised weights": weights})
         return moments
 
     def forward_moments(self) -> dict[str, Bytes]:
@@ -274,7 +276,7 @@ class Layer:
                 "kernel workspace": workspace,
             }
         if self.sparse:
-            streams += self._finished_chunks()
+            streams += self._finished_chunks() + self.input()  # the shared expert's output
             moved = case.busiest_chunk_slots * model.hidden_size * item
             for name, exchange, weights in (
                 ("experts", 4 * moved, 0),
@@ -301,13 +303,10 @@ class Layer:
         held = model.n_routed_experts // case.ep
         return one * max(1, min(held, case.run.ops.expert_bytes // one))
 
-    def _with_saved(self, items: Bytes, *, without_mlp: bool = False) -> Bytes:
-        """`items` and everything that is saved; without_mlp: the shared expert's products aside."""
-        mlp = self.saved_mlp
-        if without_mlp:
-            mlp = {**mlp, "MLP intermediates": 0, "LoRA": 0}
+    def _with_saved(self, items: Bytes) -> Bytes:
+        """`items` and everything that is saved."""
         total = dict(self.saved_attention)
-        for more in (mlp, {"LoRA": self.adapter_casts()}, items):
+        for more in (self.saved_mlp, {"LoRA": self.adapter_casts()}, items):
             for name, size in more.items():
                 total[name] = total.get(name, 0) + size
         return total

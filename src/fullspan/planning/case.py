@@ -193,7 +193,8 @@ class Case:
         model = self.model
         slot = (4 * model.hidden_size + 3 * model.moe_intermediate_size) * self.item
         fitting = self.run.ops.expert_bytes // (model.num_experts_per_tok * slot)
-        return min(self.rows, max(1, fitting))
+        chunks = -(-self.rows // max(1, fitting))
+        return -(-self.rows // chunks)
 
     @property
     def chunks(self) -> int:

@@ -11,8 +11,8 @@ A pass begins with the first mark of it:
     step        gradients' norm and the optimizer
 
 Forward marks come from modules' hooks, backward ones from hooks of the tensors that modules return.
-So in a mixture of experts the backward of the weighted sum counts as the shared expert's, which
-runs first. What has no mark of its own (norms, residuals, embedding) is "other".
+So in a mixture of experts the backward of the routed experts ends with the shared expert's, which
+runs last. What has no mark of its own (norms, residuals, embedding) is "other".
 """
 
 import time

@@ -136,7 +136,7 @@ def _rows(case: Case, *, sparse: bool, back: bool) -> Iterator:
         (router + case.busiest_slots * gated * inner * item + rows * 3 * hidden * item),
     )
     if not back and case.ep > 1:
-        yield ("experts", "waits"), case.chunks
+        yield ("experts", "waits"), 1
     # Rows into the experts' order and slots back into rows; among ranks also into the order of
     # arrival, and back.
     moved = 3 * case.slots + rows + (4 * case.busiest_slots if case.ep > 1 else 0)

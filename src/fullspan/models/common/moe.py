@@ -7,6 +7,7 @@ applied between the two projections, where a row is a third as wide, so that no 
 has to be kept for the weight's gradient. Nothing here depends on how many ranks there are.
 """
 
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from fullspan.models.common.linear import GroupedLinear
 from fullspan.models.common.mlp import GatedMLP
 from fullspan.ops.rows.op import gather_rows, swiglu
-from fullspan.parallel.expert import ExpertParallel, inverse
+from fullspan.parallel.expert import ExpertParallel, Route, inverse
 from fullspan.shapes import Float, Float32, Int64, Tensor
 
 
@@ -24,6 +25,26 @@ class Routing(NamedTuple):
 
     experts: Int64[Tensor, "rows chosen"]
     weights: Float32[Tensor, "rows chosen"]
+
+
+class Slots(NamedTuple):
+    """The choices of some rows, sorted by expert.
+
+    order   the choice (its row times the choices of a row, plus its place there) of each slot
+    places  the slot of each choice
+    counts  of slots, by expert
+    """
+
+    order: Int64[Tensor, "slots"]
+    places: Int64[Tensor, "slots"]
+    counts: Int64[Tensor, "experts"]
+
+    @classmethod
+    def of(cls, chosen: Int64[Tensor, "rows chosen"], experts: int) -> "Slots":
+        # Not bincount: on a GPU it asks the host twice.
+        expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.arange(experts + 1, device=expert.device)
+        return cls(order, inverse(order), torch.searchsorted(expert, ends).diff())
 
 
 class Router(nn.Module):
@@ -122,46 +143,45 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x: Float[Tensor, "rows hidden"], parallel: ExpertParallel
     ) -> Float[Tensor, "rows hidden"]:
-        return self._routed(x, parallel) + self.shared_experts(x)
-
-    def _routed(
-        self, x: Float[Tensor, "rows hidden"], parallel: ExpertParallel
-    ) -> Float[Tensor, "rows hidden"]:
         routing = self.gate(x)
         # As many chunks on every rank: all hold as many rows.
         rows = self._chunk_rows(x)
-        parts = zip(x.split(rows), routing.experts.split(rows), routing.weights.split(rows))
-        out = [self._exchanged(part, Routing(*chosen), parallel) for part, *chosen in parts]
-        return out[0] if len(out) == 1 else torch.cat(out)
+        slots = [Slots.of(part, parallel.experts) for part in routing.experts.split(rows)]
+        routes = parallel.start(torch.stack([part.counts for part in slots]))
+        shared = self.shared_experts(x)  # while the host waits for the sizes
+        chunks = zip(x.split(rows), routing.weights.split(rows), slots, routes.wait())
+        out = [self._exchanged(*chunk, parallel) for chunk in chunks]
+        routed = out.pop() if len(out) == 1 else torch.cat(out)
+        out.clear()
+        return routed.add_(shared)
 
     def _chunk_rows(self, x: Float[Tensor, "rows hidden"]) -> int:
-        """A row's slots are held sorted, received and sorted again, and as outputs; between the
-        two projections as gate, up and their product."""
-        hidden = x.shape[1]
+        """Of as few and as even chunks as can be. A row's slots are held sorted, received and
+        sorted again, and as outputs; between the two projections as gate, up and their product."""
+        rows, hidden = x.shape
         slot_bytes = (4 * hidden + 3 * self.experts.intermediate) * x.element_size()
-        return max(1, self.expert_bytes // (self.gate.chosen * slot_bytes))
+        most = max(1, self.expert_bytes // (self.gate.chosen * slot_bytes))
+        return ceil(rows / ceil(rows / most)) if rows else most
 
     def _exchanged(
-        self, x: Float[Tensor, "rows hidden"], routing: Routing, parallel: ExpertParallel
+        self,
+        x: Float[Tensor, "rows hidden"],
+        weights: Float32[Tensor, "rows chosen"],
+        slots: Slots,
+        route: Route,
+        parallel: ExpertParallel,
     ) -> Float[Tensor, "rows hidden"]:
-        rows, chosen = routing.experts.shape
-        # Slot -> (row, choice), sorted by expert. Not bincount: on a GPU it asks the host twice.
-        expert, order = routing.experts.flatten().sort(stable=True)
-        ends = torch.arange(parallel.experts + 1, device=expert.device)
-        counts = torch.searchsorted(expert, ends).diff()
-        back = inverse(order)
-        row_of_slot, slots_of_row = (order // chosen)[:, None], back.view(rows, chosen)
-        weights = gather_rows(
-            routing.weights.view(-1, 1), order[:, None], back[:, None], backend=self.backend
-        )
+        rows, chosen = weights.shape
+        order, places = slots.order[:, None], slots.places[:, None]
+        row_of_slot, slots_of_row = order // chosen, places.view(rows, chosen)
         # Nested calls, so that no name keeps the rows of a step alive through the next one.
         dispatch = parallel.dispatch(
             gather_rows(x, row_of_slot, slots_of_row, backend=self.backend),
-            weights.squeeze(1),
-            counts,
+            gather_rows(weights.view(-1, 1), order, places, backend=self.backend).squeeze(1),
+            route,
         )
         out = parallel.combine(
-            self.experts(dispatch.rows, dispatch.weights, dispatch.counts), dispatch
+            self.experts(dispatch.rows, dispatch.weights, route.counts), dispatch
         )
         # In the order of the choices and without atomics: the same sum on every run.
         return gather_rows(out, slots_of_row, row_of_slot, backend=self.backend)

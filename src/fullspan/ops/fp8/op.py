@@ -11,6 +11,7 @@ from fullspan.errors import LayoutError
 from fullspan.ops.backend import choose, on_first_call
 from fullspan.ops.fp8 import reference
 from fullspan.ops.fp8.reference import E4M3, quantise, scale_shape
+from fullspan.ops.registration import operator
 from fullspan.shapes import Float, Float32, Tensor
 
 __all__ = ["E4M3", "dequantise_blocks", "quantise_blocks", "scale_shape"]
@@ -69,19 +70,13 @@ def quantise_blocks(
     return _quantise(weight, block[0], block[1], power_of_two)
 
 
-@torch.library.custom_op(
-    "fullspan::dequantise_blocks",
-    mutates_args=("out",),
-    schema="(Tensor(a!) out, Tensor weight, Tensor scale, int block_rows, int block_cols, "
-    "str backend) -> ()",
+@operator(
+    "dequantise_blocks(Tensor(a!) out, Tensor weight, Tensor scale, int block_rows, "
+    "int block_cols, str backend) -> ()",
+    fake=lambda *given: None,
 )
 def _dequantise(out, weight, scale, block_rows, block_cols, backend):
     _IMPLEMENTATIONS[backend](out, weight, scale, (block_rows, block_cols))
-
-
-@_dequantise.register_fake
-def _(out, weight, scale, block_rows, block_cols, backend):
-    return None
 
 
 @torch.library.custom_op(
