@@ -68,6 +68,14 @@ def test_it_reports_memory_time_traffic_and_a_fit(config, tmp_path, capsys) -> N
     assert plot.stat().st_size > 0
 
 
+def test_one_shorter_pack_is_a_fit_that_foretells_nothing(config, tmp_path, capsys) -> None:
+    report = tmp_path / "report.json"
+    words = ["--lengths", "128", "--warmup", "0", "--steps", "1", "--json", str(report)]
+    assert main(["rehearse", str(config), *words]) == 0
+    assert "foretell" not in capsys.readouterr().out
+    assert json.loads(report.read_text())["foretold_peak"] is None
+
+
 def _check_peaks(found) -> None:
     """The whole step's peak is that of its highest place and stage."""
     places, fits = found["peak_by_place"], found["fits"]

@@ -61,12 +61,12 @@ def rehearsal_text(found: Rehearsal, rates: Path | None = None) -> str:
     if found.fits:
         lines += ["", "peak over rows", *table(_fit(found))]
         lines += ["", "lines through the peaks of each stage", *table(_stages(found))]
-        foretold, rows = foretold_peak(found), found.case.rows
-        off = 100 * (foretold / found.fits["all"].measured[-1] - 1)
-        lines.append(
-            f"  those of the shorter packs foretell {foretold / _MIB:,.2f} MiB at {rows:,} rows "
-            f"({off:+.2f} %)"
-        )
+        if (foretold := foretold_peak(found)) is not None:
+            off = 100 * (foretold / found.fits["all"].measured[-1] - 1)
+            lines.append(
+                f"  those of the shorter packs foretell {foretold / _MIB:,.2f} MiB at "
+                f"{found.case.rows:,} rows ({off:+.2f} %)"
+            )
     if found.unrepeated is not None:
         lines += ["", _repeat(found.unrepeated)]
     return "\n".join(lines)
@@ -107,7 +107,7 @@ def rehearsal_json(found: Rehearsal, rates: Path | None = None) -> dict[str, Any
             "rows": list(fit.rows), "peak_allocated": list(fit.measured), "base": fit.base,
             "bytes_per_row": fit.slope, "r2": fit.r2, "residuals": fit.residuals,
         } for name, fit in found.fits.items()},
-        "foretold_peak": foretold_peak(found) if found.fits else None,
+        "foretold_peak": foretold_peak(found),
         "unrepeated": None if found.unrepeated is None else list(found.unrepeated),
     }  # fmt: skip
 
@@ -165,10 +165,13 @@ def _link_seconds(transfer: Transfer, links: Links) -> float:
     )
 
 
-def foretold_peak(found: Rehearsal) -> float:
-    """Of the run's own rows, by the lines through the shorter packs alone: the highest stage."""
-    lines = [LinearFit.of(fit.rows[:-1], fit.measured[:-1]) for fit in _of_stages(found).values()]
-    return max(line.at(found.case.rows) for line in lines)
+def foretold_peak(found: Rehearsal) -> float | None:
+    """Of the run's own rows, by the lines through the shorter packs alone: the highest stage. None
+    where these are too few for a line.
+    """
+    shorter = {name: (fit.rows[:-1], fit.measured[:-1]) for name, fit in _of_stages(found).items()}
+    lines = [LinearFit.of(*points) for points in shorter.values() if len(points[0]) > 1]
+    return max((line.at(found.case.rows) for line in lines), default=None)
 
 
 def _of_stages(found: Rehearsal) -> dict[str, LinearFit]:
