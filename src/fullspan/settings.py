@@ -181,27 +181,30 @@ class _Builder:
         message = f"{self._origin(value)}: unknown {what} {key!r}"
         last = key.rpartition(".")[2]
         # A section is judged by its name. A setting may be right and only in the wrong place, or
-        # misspelt here, or misspelt and in the wrong place.
-        names: dict[str, str] = {}
-        if not isinstance(value, dict):
-            names = {other.rpartition(".")[2]: other for other in _keys(self.root)}
+        # misspelt here, or misspelt and in the wrong place, or written out where the setting is
+        # its initials, or a setting's value.
+        keys = {} if isinstance(value, dict) else dict(_keys(self.root))
+        names = {other.rpartition(".")[2]: other for other in keys}
         near = [names[last]] if last in names else []
         near = near or [prefix + name for name in difflib.get_close_matches(last, known, n=1)]
         near = near or [names[name] for name in difflib.get_close_matches(last, names, n=1)]
+        initials = "".join(word[:1] for word in last.split("_"))
+        near = near or [names[name] for name in [initials] if name in names]
+        near = near or [other for other, hint in keys.items() if last in get_args(hint)]
         if near:
             message += f"; did you mean {near[0]!r}?"
         place = f"[{prefix.rstrip('.')}]" if prefix else "the file"
         return f"{message} ({place} knows: {', '.join(known)})"
 
 
-def _keys(kind: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a configuration class."""
+def _keys(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key of a configuration class, with its type."""
     hints = get_type_hints(kind)
     for field in dataclasses.fields(_dataclass(kind)):
         if dataclasses.is_dataclass(hints[field.name]):
             yield from _keys(hints[field.name], f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name
+            yield prefix + field.name, hints[field.name]
 
 
 def _dataclass(kind: type) -> Any:

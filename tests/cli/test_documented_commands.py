@@ -1,5 +1,7 @@
-"""Every `fullspan` command in the README and the docs is one that the parser takes."""
+"""Every `fullspan` command in the README and the docs is one that the parser takes, and the
+README's Python example runs as it is printed."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -38,3 +40,17 @@ def test_the_parser_takes_it(command):
 def test_there_are_commands_of_every_kind():
     words = {command.split()[1] for command in documented()}
     assert {"plan", "rehearse", "parity", "train", "export", "data"} <= words
+
+
+def test_the_python_example_runs_as_printed(tmp_path, tiny_checkpoints, monkeypatch):
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGES[0].read_text("utf-8"), re.DOTALL | re.M)
+    [example] = [block for block in blocks if "Session(" in block]
+    (tmp_path / "demo" / "data").mkdir(parents=True)
+    (tmp_path / "demo" / "model").symlink_to(tiny_checkpoints["glm_moe_dsa"])
+    row = json.dumps({"text": "every rank holds its rows " * 10}) + "\n"
+    (tmp_path / "demo" / "data" / "train.jsonl").write_text(row)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(example, names)
+    assert names["result"].trained_tokens > 64 and names["update"].lr < 1e-4
+    assert [path.name for path in (tmp_path / "demo/checkpoints").iterdir()] == ["step-3"]

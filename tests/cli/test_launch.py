@@ -73,6 +73,14 @@ def rank_1_is_killed(config: RunConfig) -> int:
     return 0
 
 
+def interrupted_while_loading(config: RunConfig) -> int:
+    rank, _ = meet()
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)
+    return 0
+
+
 def rank_1_exits(config: RunConfig) -> int:
     if os.environ["RANK"] == "1":
         os._exit(7)
@@ -139,12 +147,19 @@ def test_a_rank_that_exits_without_a_word_is_named(config, capfd):
 @pytest.mark.parametrize(
     ("work", "code"), [(wait_for_sigterm, 143), (wait_for_sigint, 130)], ids=["SIGTERM", "SIGINT"]
 )
-def test_a_signal_reaches_every_rank_as_sigterm(config, capfd, work, code):
+def test_a_signal_reaches_every_rank_by_its_name(config, capfd, work, code):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert start_ranks(work, config, 2, 0) == code
     folder = Path(config.train.output_dir)
-    assert [(folder / f"rank-{rank}").read_text() for rank in (0, 1)] == ["15", "15"]
+    assert [(folder / f"rank-{rank}").read_text() for rank in (0, 1)] == [str(code - 128)] * 2
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == (1 if code == 130 else 0)
+
+
+def test_a_stop_before_the_first_step_ends_with_a_line(config, capfd):
+    assert start_ranks(interrupted_while_loading, config, 2, 0) == 130
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 2
+    assert err.endswith("\nfullspan: stopped by SIGINT without saving\n")

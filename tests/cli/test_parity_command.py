@@ -26,7 +26,9 @@ from fullspan.parity.compare import TOLERANCES, Finding, compare
 from fullspan.parity.group import run_group
 from fullspan.parity.probe import PackSeen, RunSeen, StepSeen, set_hashes
 from fullspan.parity.row_blocks import RowBlocks
+from fullspan.parity.run import ParityOptions, ParityReport, as_json
 from fullspan.parity.splits import Split, common_rows, every_split
+from fullspan.train.config import load_run_config
 from fullspan.train.session import Session
 
 RUN = """
@@ -235,6 +237,25 @@ def test_every_quantity_is_compared():
     assert found.where == "step 1, pack 0, layer, 1 of 1 rows from 3 on"
 
 
+def test_a_loss_that_is_no_number_is_valid_json(folder):
+    report = ParityReport(
+        config=load_run_config(folder / "run.toml"),
+        options=ParityOptions(),
+        packs_per_step=1,
+        losses={Split(): [2.0, float("nan")]},
+        seconds={Split(): 1.0},
+        findings=[],
+    )
+    written = json.loads(json.dumps(as_json(report), allow_nan=False))
+    assert written["splits"][0]["losses"] == [2.0, "nan"]
+
+
+def test_sizes_that_are_no_numbers_are_told_in_plain_words(capsys):
+    with pytest.raises(SystemExit):
+        main(["parity", "run.toml", "--cp", "two"])
+    assert "argument --cp: 'two': it must be whole numbers with commas" in capsys.readouterr().err
+
+
 def test_a_set_outside_the_sample_counts():
     got = seen()
     got.steps[0].packs[0].sets = {"layer": torch.tensor([1])}
@@ -288,6 +309,9 @@ def test_the_rank_that_failed_is_named(how, error, words):
     ("words", "error"),
     [
         (["--cp", "2"], "nothing to compare"),
+        (["--cp", "1,2", "--ep", "1,3"], "--ep 3 fits none of the other sizes: ep must divide"),
+        (["--cp", "1", "--dp", "1,2", "--partition", "contiguous,zigzag"], "--partition zigzag"),
+        (["--json", "absent/out.json"], "--json: cannot write absent/out.json: No such file"),
         (["--cp", "0,2"], "sizes must be at least 1"),
         (["--cp", "1,3"], "data.pack_length is 160: it must be a multiple of 3"),
         (["--partition", "contiguous,zigzak"], "parallel.partition is 'zigzak'"),

@@ -66,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every split, print the table."""
-    from fullspan.errors import ConfigError, LaunchError
+    from fullspan.errors import LaunchError
     from fullspan.train import ranks
 
     if "RANK" in os.environ:
@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     from fullspan.train.config import load_run_config
 
     config = load_run_config(args.config, args.overrides)
+    if args.json is not None:
+        _check_writable(args.json)
     splits = every_split(dp=args.dp, cp=args.cp, ep=args.ep, partition=args.partition)
     options = ParityOptions(
         steps=args.steps,
@@ -89,10 +91,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"compared with {splits[0]}, {config.model.dtype}")
     print(table(report.findings))
     if args.json is not None:
-        try:
-            args.json.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json: cannot write {args.json}: {error.strerror}") from None
+        args.json.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
     failed = [finding for finding in report.findings if not finding.passed]
     print(f"FAILED: {len(failed)} of {len(report.findings)}" if failed else "passed")
     return 1 if failed else 0
@@ -100,4 +99,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _sizes(text: str) -> list[int]:
     """The numbers of a text such as 1,2,4."""
-    return [int(word) for word in text.split(",")]
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        message = f"{text!r}: it must be whole numbers with commas between them, such as 1,2"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def _check_writable(path: Path) -> None:
+    """Raises ConfigError; what is in the file stays until the report is there."""
+    from fullspan.errors import ConfigError
+
+    try:
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from None

@@ -1,6 +1,7 @@
 """The [parallel] section. Imports no torch; the ranks themselves are mesh.py's."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fullspan.errors import ConfigError
 
@@ -25,7 +26,7 @@ class ParallelConfig:
     dp: int = 1
     cp: int = 0
     ep: int = 1
-    partition: str = "contiguous"
+    partition: Literal["contiguous", "zigzag"] = "contiguous"
     shard_weights: bool = False
     balance_indexer: str = "auto"
 
@@ -35,10 +36,7 @@ class ParallelConfig:
                 raise ConfigError(
                     f"parallel.{name} is {getattr(self, name)}: it must be at least {least}"
                 )
-        if self.partition not in PARTITIONS:
-            raise ConfigError(
-                f"parallel.partition is {self.partition!r}: allowed are {', '.join(PARTITIONS)}"
-            )
+        check_partition(self.partition)
         check_choice(self.balance_indexer)
 
     def resolve_cp(self, world_size: int) -> int:
@@ -69,6 +67,12 @@ class ParallelConfig:
 def ep_fits(ep: int, *, cp: int, world_size: int) -> bool:
     """Whether blocks of `ep` ranks fill the world, each a part of a sequence or some whole ones."""
     return world_size % ep == 0 and (cp % ep == 0 or ep % cp == 0)
+
+
+def check_partition(name: str) -> None:
+    """Raise ConfigError unless parallel.partition can be `name`."""
+    if name not in PARTITIONS:
+        raise ConfigError(f"parallel.partition is {name!r}: allowed are {', '.join(PARTITIONS)}")
 
 
 def check_choice(choice: str) -> None:

@@ -167,7 +167,8 @@ def as_json(report: ParityReport) -> dict[str, Any]:
         "sampled_rows": report.options.sample,
         "equal_rows": report.options.equal_rows,
         "splits": [
-            asdict(split) | {"losses": losses, "seconds": round(report.seconds[split], 2)}
+            asdict(split)
+            | {"losses": list(map(_number, losses)), "seconds": round(report.seconds[split], 2)}
             for split, losses in report.losses.items()
         ],
         "findings": [

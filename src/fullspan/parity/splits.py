@@ -6,7 +6,7 @@ from itertools import product
 from math import gcd
 
 from fullspan.errors import ConfigError
-from fullspan.parallel.config import PARTITIONS, ep_fits
+from fullspan.parallel.config import PARTITIONS, check_partition, ep_fits
 from fullspan.train.config import RunConfig
 
 
@@ -46,22 +46,30 @@ def every_split(
     """Every mix, the first of each first; it is what the others are compared with.
 
     Left out are mixes whose ep does not fit their ranks, and a partition of one rank that differs
-    in name only. Raises ConfigError where there is nothing to compare.
+    in name only. Raises ConfigError for a value that is in no mix, and where there is nothing
+    to compare.
     """
     for name, sizes in (("dp", dp), ("cp", cp), ("ep", ep)):
         if not sizes or min(sizes) < 1:
             raise ConfigError(f"--{name}: got {list(sizes)}: sizes must be at least 1")
+    for mode in partition:
+        check_partition(mode)
     splits: dict[Split, None] = {}
     for mode, replicas, sequence, experts in product(partition, dp, cp, ep):
         if not ep_fits(experts, cp=sequence, world_size=replicas * sequence):
             continue
         mode = mode if sequence > 1 else partition[0]
         splits.setdefault(Split(dp=replicas, cp=sequence, ep=experts, partition=mode))
+    rule = "ep must divide dp x cp, and divide cp or be a multiple of it"
+    for name, values in (("dp", dp), ("cp", cp), ("ep", ep), ("partition", partition)):
+        for value in values:
+            if not any(getattr(split, name) == value for split in splits):
+                why = "it needs a cp above 1" if name == "partition" else rule
+                raise ConfigError(f"--{name} {value} fits none of the other sizes: {why}")
     if len(splits) < 2:
         raise ConfigError(
             f"nothing to compare: --dp {dp}, --cp {cp}, --ep {ep} and --partition {partition} give "
-            f"{len(splits)} split(s) that fit (ep must divide dp x cp, and divide cp or be a "
-            "multiple of it); two are needed"
+            f"{len(splits)} split(s) that fit ({rule}); two are needed"
         )
     return list(splits)
 

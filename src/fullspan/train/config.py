@@ -93,8 +93,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        if self.parallel.cp:
-            self._check_divides(self.parallel.dp * self.parallel.cp)
         if self.train.eval_every > 0 and self.data.eval_path is None:
             raise ConfigError(
                 f"train.eval_every is {self.train.eval_every}, but there is no held-out data: "
@@ -108,10 +106,6 @@ class RunConfig:
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ConfigError unless `world_size` ranks can run this."""
-        self.parallel.resolve_cp(world_size)
-        self._check_divides(world_size)
-
-    def _check_divides(self, world_size: int) -> None:
         multiple = self.parallel.pack_multiple(world_size)
         if self.data.pack_length % multiple:
             above = -(-self.data.pack_length // multiple) * multiple

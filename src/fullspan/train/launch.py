@@ -5,9 +5,9 @@ Three ways in, one worker:
 * torchrun: RANK, WORLD_SIZE and LOCAL_RANK are in the environment, this process is a rank;
 * Slurm: `srun` started this process as a rank, its variables are translated (ranks.py).
 
-SIGTERM and SIGINT to the parent reach every rank as SIGTERM, so that they can save and leave; a
-second one kills. Once a rank has failed, those that do not end by themselves are killed after some
-seconds. Leaves out restarts: a run that failed is started again and resumes.
+SIGTERM and SIGINT to the parent reach every rank as SIGTERM (stop.py), so that they can save and
+leave; a second one kills. Once a rank has failed, those that do not end by themselves are killed
+after some seconds. Leaves out restarts: a run that failed is started again and resumes.
 """
 
 import json
@@ -35,6 +35,7 @@ from fullspan.errors import FullspanError, LaunchError, RankLostError
 from fullspan.parallel.watch import answer, client_store
 from fullspan.train import loop, ranks
 from fullspan.train.config import RunConfig, load_run_config
+from fullspan.train.stop import RankInterrupt
 
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
@@ -135,6 +136,8 @@ def start_ranks(work: Work, config: RunConfig, count: int, port: int) -> int:
             codes = elastic_launch(launch_config, _rank_main)(work, config, folder, os.getpid())
         except ChildFailedError as failure:
             if received:
+                name = signal.Signals(received[0]).name
+                print(f"fullspan: stopped by {name} without saving", file=sys.stderr)
                 return 128 + received[0]
             return _explain(failure, _read_reports(Path(folder)))
         except RendezvousError as error:
@@ -150,13 +153,7 @@ def _rank_main(work: Work, config: RunConfig, folder: str, parent: int) -> int:
     # Its own lock is between processes: left behind by a rank that ends early, Python complains.
     tqdm.set_lock(threading.RLock())
 
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        # Ctrl-C reaches every process of the terminal; the parent's word counts. Without a parent,
-        # the kernel sends the same signal.
-        if os.getppid() != parent:
-            os._exit(128 + signal.SIGINT)
-
-    signal.signal(signal.SIGINT, on_interrupt)
+    signal.signal(signal.SIGINT, RankInterrupt(parent))
     try:
         return work(config)
     except FullspanError as error:
@@ -175,8 +172,8 @@ def _rank_main(work: Work, config: RunConfig, folder: str, parent: int) -> int:
 
 @contextmanager
 def _forward_signals() -> Iterator[list[int]]:
-    """Pass SIGTERM, SIGINT and SIGHUP on to the ranks as SIGTERM, a second one as SIGKILL; gives
-    the numbers received.
+    """Pass SIGTERM, SIGINT and SIGHUP on to the ranks as SIGTERM, after SIGINT where that came; a
+    second one as SIGKILL. Gives the numbers received.
     """
     received: list[int] = []
 
@@ -184,10 +181,14 @@ def _forward_signals() -> Iterator[list[int]]:
         received.append(number)
         if number == signal.SIGINT and len(received) == 1:
             print("fullspan: stopping after this step; once more to stop now", file=sys.stderr)
+        sent = [signal.SIGTERM] if len(received) == 1 else [signal.SIGKILL]
+        if number == signal.SIGINT:
+            sent.insert(0, signal.SIGINT)
         for child in multiprocessing.active_children():
             with suppress(ProcessLookupError):
                 if child.pid is not None:
-                    os.kill(child.pid, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+                    for each in sent:
+                        os.kill(child.pid, each)
 
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.signal(number, forward) for number in numbers}

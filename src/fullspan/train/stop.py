@@ -3,6 +3,7 @@
 Leaves out how the ranks agree on it (loop.py) and how signals reach them (launch.py).
 """
 
+import os
 import signal
 import threading
 import time
@@ -10,6 +11,20 @@ from types import FrameType
 
 # Launchers repeat the terminal's Ctrl-C within milliseconds; a person needs longer.
 _SECONDS_OF_ONE_CTRL_C = 2.0
+
+
+class RankInterrupt:
+    """The SIGINT handler of a rank that `parent` has started. Ctrl-C reaches every process of the
+    terminal, but the parent's SIGTERM counts: SIGINT before it is only its name."""
+
+    def __init__(self, parent: int) -> None:
+        self.parent = parent
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getppid() != self.parent:  # the kernel's, sent because there is no parent any more
+            os._exit(128 + signal.SIGINT)
+        self.came = True
 
 
 class StopRequest:
@@ -42,5 +57,8 @@ class StopRequest:
         again = self.signal_number and now - self._first_at >= _SECONDS_OF_ONE_CTRL_C
         if number == signal.SIGINT and again:
             raise KeyboardInterrupt
+        before = signal.getsignal(signal.SIGINT)
+        if isinstance(before, RankInterrupt) and before.came:
+            number = signal.SIGINT
         if not self.signal_number:
             self.signal_number, self._first_at = number, now

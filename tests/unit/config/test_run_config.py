@@ -31,7 +31,8 @@ def path(tmp_path, monkeypatch):
 
 def error_of(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_run_config(path, overrides)
+        config = load_run_config(path, overrides)
+        config.check_ranks(config.parallel.cp or 1)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -87,6 +88,10 @@ def test_a_home_folder_is_expanded(path, monkeypatch):
         (["--model.dtype", "float16"], ["model.dtype", "'bfloat16', 'float32'", '"float16"']),
         (["--model.path="], ["model.path is empty"]),
         (["--data.pack_lenght", "8"], ["did you mean 'data.pack_length'?"]),
+        (["--optim.learning_rate", "8"], ["did you mean 'optim.lr'?"]),
+        (["--lora.rank", "8"], ["did you mean 'lora.r'?"]),
+        (["--parallel.zigzag", "true"], ["did you mean 'parallel.partition'?"]),
+        (["--parallel.nothing", "8"], ["unknown setting 'parallel.nothing' ([parallel] knows"]),
         (["--lr", "8"], ["unknown setting 'lr'", "did you mean 'optim.lr'?"]),
     ],
 )
@@ -115,3 +120,6 @@ def test_the_number_of_ranks_is_checked(path):
         ConfigError, match=r"x parallel.cp 2 makes 2, but the run has 1 rank: .*--nproc"
     ):
         config.check_ranks(1)
+    config = load_run_config(path, ["--parallel.dp=2", "--parallel.cp=3", "--parallel.ep=2"])
+    with pytest.raises(ConfigError, match=r"dp 2 x parallel.cp 3 makes 6, but the run has 4 ranks"):
+        config.check_ranks(4)
