@@ -34,6 +34,7 @@ from benchmarks.multi_gpu_rank import Job, RankSeen, cut, work
 from fullspan.checkpoint.tiny import init_tiny
 from fullspan.errors import ConfigError, FullspanError, LaunchError
 from fullspan.models.dsa.config import DsaConfig
+from fullspan.parallel.config import check_partition
 from fullspan.parity.compare import TOLERANCES, compare, compare_bits
 from fullspan.parity.group import choose_backend, run_group
 from fullspan.parity.probe import RunSeen, join
@@ -235,6 +236,8 @@ def _splits(sizes: Sequence[int], partitions: str) -> list[Split]:
     if min(sizes) < 1:
         raise ConfigError(f"--cp {','.join(map(str, sizes))}: sizes must be at least 1")
     modes = partitions.split(",")
+    for mode in modes:
+        check_partition(mode)
     every = [
         Split(cp=size, ep=size, partition=mode if size > 1 else modes[0])
         for mode in modes
