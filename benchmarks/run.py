@@ -31,7 +31,7 @@ from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import hopper_backend, triton_backend
 from fullspan.ops.sparse_attention.chunks import choose_rows
-from fullspan.ops.sparse_attention.op import sparse_attention_gradients
+from fullspan.ops.sparse_attention.op import AttentionCall
 
 ROUNDED = "hopper_fp8_of_bf16"  # by ops.index_scores, which rounds the inputs first
 CASES = Path(__file__).parent / "cases.toml"
@@ -110,12 +110,18 @@ def attention_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
     )
     work *= 3 * qk + 2 * VALUE
 
+    dkv = torch.empty(kv.shape, device="cuda")
+
     def backward(selection: Selection) -> None:
-        given = (grad, query, kv, selection, out, lse, *settings, case["backend"], workspace)
-        sparse_attention_gradients(*given)
+        call = AttentionCall(
+            selection=selection, pack=case["keys"], heads=heads, qk=qk, value_dim=VALUE,
+            dtype=query.dtype, scale=qk**-0.5, backend=case["backend"], workspace=workspace,
+        )  # fmt: skip
+        for span in call.spans:
+            call.backward(span, grad[span], query[span], kv, out[span], lse[span], dkv)
 
     yield "backward", work, lambda: backward(Selection(ids, counts))
-    sizes = backend.sizes(query, case["keys"], topk, VALUE, 0)
+    sizes = backend.sizes(query.device, query.dtype, (heads, qk, topk), VALUE, case["keys"], 0)
     span, chunk = choose_rows(sizes, rows, workspace)
 
     def plan_all() -> None:

@@ -39,7 +39,7 @@ SPLITS = {
 }
 ITEMS = {
     "context.SequenceContext.start_gather": "latent",
-    "context._GatheredSparseAttention.backward": "latent gradient",
+    "context.GradientSum.start": "latent gradient",
     "context.SequenceContext.start_index_gather": "index keys",
     "balance.Trade.exchange": "index rows",
     "balance.Trade.give_back": "index rows",
@@ -277,7 +277,7 @@ def test_the_gather_runs_beside_the_indexer_and_the_query(steps):
         for phase in ("forward", "recompute"):
             order = of_unit(recorded["events"], phase, 1)
             start = order.index("start latent")
-            wait = order.index("wait context.SequenceContext.attend")
+            wait = order.index("wait context.GatheredLatent.wait")
             between = order[start:wait]
             assert order[wait + 1] == "sparse_attention_forward"
             assert between.count("mm") >= 2 and "bmm" in between, "the query and its absorption"

@@ -31,19 +31,15 @@ def backend(request) -> str:
 
 def run(case: Attention, backend: str, workspace: int = GIB) -> tuple[torch.Tensor, ...]:
     """out, lse, dquery, dkv, dsink through the ops."""
-    from fullspan.ops.selection import Selection
-    from fullspan.ops.sparse_attention.op import (
-        sparse_attention_forward,
-        sparse_attention_gradients,
-    )
+    from fullspan.ops.sparse_attention.op import sparse_attention_backward, sparse_attention_forward
 
-    selected = Selection(case.ids, case.counts)
+    inputs = (case.query, case.kv, case.ids, case.counts)
     settings = (case.sink, case.scale, case.value_dim, backend, workspace)
-    out, lse = sparse_attention_forward(
-        case.query, case.kv, selected.ids, selected.counts, *settings
-    )
-    given = (case.grad, case.query, case.kv, selected, out, lse, *settings)
-    return out, lse, *sparse_attention_gradients(*given)
+    out, lse = sparse_attention_forward(*inputs, *settings)
+    dkv = torch.full(case.kv.shape, torch.nan, device="cuda")
+    given = (case.grad, *inputs, out, lse, dkv, [], *settings, False)
+    dquery, dsink = sparse_attention_backward(*given)
+    return out, lse, dquery, dkv, dsink
 
 
 def check(case: Attention, backend: str, workspace: int = GIB) -> None:

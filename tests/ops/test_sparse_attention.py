@@ -12,7 +12,6 @@ from fullspan.ops.sparse_attention.op import (
     sparse_attention,
     sparse_attention_backward,
     sparse_attention_forward,
-    sparse_attention_gradients,
 )
 from tests.ops.support import allocations, dense_attention, nbytes, random_selection, selection
 
@@ -229,9 +228,10 @@ def raw(dtype=torch.float32, rows: int = 60, keys: int = 300, topk: int = 200):
 
 def both_passes(tensors, settings, grad, workspace: int) -> list[Tensor]:
     out, lse = sparse_attention_forward(*tensors, *settings, workspace)
-    query, kv, *selected = tensors
-    given = (grad, query, kv, Selection(*selected), out, lse, *settings, workspace)
-    return [out, lse, *sparse_attention_gradients(*given)]
+    dkv = torch.full_like(tensors[1], torch.nan, dtype=lse.dtype)
+    given = (grad, *tensors, out, lse, dkv, [], *settings, workspace, False)
+    dquery, dsink = sparse_attention_backward(*given)
+    return [out, lse, dquery, dkv, dsink]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,8 +12,7 @@ from tests.support.selections import Attention, error, exact, make_attention
 from tests.support.triton_interpreter import DEVICE
 
 from fullspan.errors import ConfigError  # isort: skip
-from fullspan.ops.selection import Selection  # isort: skip
-from fullspan.ops.sparse_attention.op import sparse_attention_gradients  # isort: skip
+from fullspan.ops.sparse_attention.op import sparse_attention_backward  # isort: skip
 from fullspan.ops.sparse_attention import chunks as sizing  # isort: skip
 from fullspan.ops.sparse_attention import launch, plan as plans  # isort: skip
 from fullspan.ops.sparse_attention import triton_backend  # isort: skip
@@ -28,14 +27,10 @@ def run(
     inputs = (case.query, case.kv, case.ids, case.counts)
     settings = (case.sink, case.scale, case.value_dim, workspace)
     out, lse = triton_backend.forward(*inputs, *settings)
-    if plan is not None:
-        dkv = torch.full(case.kv.shape, torch.nan, device=DEVICE)
-        given = (case.grad, *inputs, out, lse, dkv, list(plan), *settings, False)
-        dquery, dsink = triton_backend.backward(*given)
-        return out, lse, dquery, dkv, dsink
-    selected = Selection(case.ids, case.counts)
-    given = (case.grad, case.query, case.kv, selected, out, lse, *settings[:3], "triton")
-    return out, lse, *sparse_attention_gradients(*given, workspace)
+    dkv = torch.full(case.kv.shape, torch.nan, device=DEVICE)
+    given = (case.grad, *inputs, out, lse, dkv, list(plan or ()), *settings[:3], "triton")
+    dquery, dsink = sparse_attention_backward(*given, workspace, False)
+    return out, lse, dquery, dkv, dsink
 
 
 def check(
@@ -95,7 +90,7 @@ def test_direct_and_shared_keys_and_chunks(monkeypatch):
         for name in ("query", "ids", "counts", "grad")
     }
     case = Attention(kv=kv, sink=None, scale=0.3, value_dim=16, **parts)
-    sizes = triton_backend.sizes(case.query, 400, 24, 16, 0)
+    sizes = triton_backend.sizes(case.query.device, torch.float32, (2, 24, 24), 16, 400, 0)
     plan = plans.build_plan(case.ids, case.counts, sizes, 48)
     assert plan.mode.tolist() == [1, 0, 0]
     assert int(plan.direct_count[:16].sum()) > 0
@@ -124,7 +119,7 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
         counts=(24, 7, 20, 0, 24),
         device=DEVICE,
     )
-    sizes = triton_backend.sizes(case.query, pack, topk, 16, 0)
+    sizes = triton_backend.sizes(case.query.device, torch.float32, (1, 16, topk), 16, pack, 0)
     plan = plans.build_plan(case.ids, case.counts, sizes, chunk)
     kinds = set()
     for part in plan.chunks(pack):

@@ -7,11 +7,14 @@ fresh adapter changes nothing. No product B A is ever formed, and the change is 
 fresh output in place. No dropout, no bias, no variants such as DoRA.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from fullspan.models.common.linear import GroupedLinear, Linear, grouped_linear
+from fullspan.models.dsa.absorbed import UpProjection, UpWeights
 from fullspan.models.dsa.attention import KVUpProjection
 from fullspan.shapes import Float, Int64, Tensor
 
@@ -97,23 +100,10 @@ class LoRAKVUpProjection(nn.Module):
         self.lora_a = _uniform((r, latent), home, generator)
         self.lora_b = _zeros((out_width, r), home)
 
-    def absorb_query(
-        self, query: Float[Tensor, "rows heads nope"]
-    ) -> Float[Tensor, "rows heads latent"]:
-        """(W_k[h] + scale B_k[h] A)^T q for every head."""
-        key, _ = self.base.split(self.lora_b.to(query.dtype))
-        low = torch.bmm(query.transpose(0, 1), key) * self.scale
-        change = F.linear(low, self.lora_a.to(query.dtype).t())
-        return self.base.absorb_query(query) + change.transpose(0, 1)
-
-    def project_value(
-        self, out: Float[Tensor, "rows heads latent"]
-    ) -> Float[Tensor, "rows heads value"]:
-        """(W_v[h] + scale B_v[h] A) o for every head."""
-        _, value = self.base.split(self.lora_b.to(out.dtype))
-        low = F.linear(out, self.lora_a.to(out.dtype)) * self.scale
-        change = torch.bmm(low.transpose(0, 1), value.transpose(1, 2))
-        return self.base.project_value(out) + change.transpose(0, 1)
+    def parts(self) -> tuple[UpProjection, UpWeights]:
+        """Those of the base, with the adapter."""
+        up, weights = self.base.parts()
+        return replace(up, scale=self.scale), weights._replace(a=self.lora_a, b=self.lora_b)
 
 
 LoRAModule = LoRALinear | LoRAGroupedLinear | LoRAKVUpProjection

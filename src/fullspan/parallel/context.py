@@ -8,30 +8,26 @@ keys and the trade of rows that evens its work (balance.py). On one rank every e
 identity. It hands on, and leaves to expert.py, what is exchanged between experts.
 
     forward   gathered  = all_gather(latent)
-              out       = sparse_attention(query, gathered, selection)
+              out       = attention of this rank's queries over gathered
     backward  dgathered = sum over this rank's queries, in float32
               dlatent   = reduce_scatter(dgathered)
 
-The gather and the attention are one autograd function, because autograd would otherwise round the
-gathered gradient to the latent's dtype before the sum over ranks. A second function stands at the
-latent and waits for the reduce-scatter. Autograd runs what was recorded last first, so the place
-where it is recorded, at the start of the gather, decides what overlaps: the backward of all that
-`attend` was given and that was made after the gather, which is the whole query.
+The gather is no autograd function of its own, because autograd would round the gathered gradient to
+the latent's dtype before the sum over ranks: the attention, which is one, takes the gathered latent
+and starts the reduce-scatter (models/dsa/absorbed.py). A second function stands at the latent and
+waits for it. Autograd runs what was recorded last first, so the place where it is recorded, at the
+start of the gather, decides what overlaps: the backward of all that the attention was given and
+that was made after the gather, which is the whole query.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from fullspan.ops.backend import resolve
 from fullspan.ops.index_topk.op import index_topk
 from fullspan.ops.options import OpOptions
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.selection import Selection
-from fullspan.ops.sparse_attention.op import (
-    sparse_attention_forward,
-    sparse_attention_gradients,
-)
 from fullspan.parallel.balance import IndexerBalance, Trade
 from fullspan.parallel.collectives import (
     PendingTensor,
@@ -46,36 +42,32 @@ from fullspan.shapes import Float, Float32, Int64, Tensor
 
 
 @dataclass
-class _SumInFlight:
-    """The reduce-scatter of one latent's gradient, between its start and its wait."""
+class GradientSum:
+    """The sum over ranks of one latent's gradient, between its start and its wait."""
 
-    pending: PendingTensor | None = None
-
-
-@dataclass(frozen=True)
-class _AttentionCall:
-    """What one call of the gathered attention needs besides tensors."""
-
-    scale: float
-    value_dim: int
-    options: OpOptions
-    selection: Selection
-    last: bool
     group: Group | None
     order: "GatherOrder | None"
-    gradient: _SumInFlight
+    pending: PendingTensor | None = None
 
-    def constants(self) -> tuple[None, float, int, str, int]:
-        """The arguments that the attention op takes after its tensors: no sink, then these."""
-        backend, workspace = self.options.sparse_attention, self.options.workspace_bytes
-        return None, self.scale, self.value_dim, backend, workspace
+    def start(self, gradient: Float[Tensor, "pack qk"], dtype: torch.dtype) -> Tensor:
+        """Begin to sum the gradient of the whole, in its own dtype. What comes back, [rows, qk] of
+        the latent's dtype, is for autograd: it stands for the sum in flight, which replaces it.
+        """
+        if self.group is None:
+            return gradient.to(dtype)
+        if self.order is not None:
+            gradient = gradient.index_select(0, self.order.gathered)
+        self.pending = start_reduce_scatter_rows(gradient, self.group, "the latent's gradient")
+        # Its values are never read.
+        rows = len(gradient) // self.group.size
+        return gradient.new_zeros((), dtype=dtype).expand(rows, gradient.shape[1])
 
 
 class _AwaitGradient(torch.autograd.Function):
     """Identity on the latent; its backward waits for the reduce-scatter in flight."""
 
     @staticmethod
-    def forward(ctx, latent: Tensor, gradient: _SumInFlight) -> Tensor:
+    def forward(ctx, latent: Tensor, gradient: GradientSum) -> Tensor:
         ctx.gradient = gradient
         return latent.view_as(latent)
 
@@ -86,44 +78,6 @@ class _AwaitGradient(torch.autograd.Function):
         summed = ctx.gradient.pending.wait()
         ctx.gradient.pending = None
         return summed.to(placeholder.dtype), None
-
-
-class _GatheredSparseAttention(torch.autograd.Function):
-    """Sparse attention of local queries over the gathered latent; its gradient sums in float32."""
-
-    @staticmethod
-    def forward(ctx, query, latent, gathered, call: _AttentionCall):
-        chosen = call.selection
-        out, lse = sparse_attention_forward(
-            query, gathered, chosen.ids, chosen.counts, *call.constants()
-        )
-        ctx.save_for_backward(query, gathered, out, lse, chosen.ids, chosen.counts)
-        ctx.call = call
-        return out
-
-    @staticmethod
-    def backward(ctx, *grad_outputs: Tensor):
-        query, gathered, out, lse, *_ = ctx.saved_tensors
-        call = ctx.call
-        grad_query, grad_gathered, _ = sparse_attention_gradients(
-            grad_outputs[0].contiguous(), query, gathered, call.selection, out, lse,
-            *call.constants(),
-        )  # fmt: skip
-        if call.last:
-            call.selection.plans.clear()
-        if call.group is None:
-            return grad_query, grad_gathered.to(gathered.dtype), None, None
-        placeholder = None
-        if ctx.needs_input_grad[1]:
-            if call.order is not None:
-                grad_gathered = grad_gathered.index_select(0, call.order.gathered)
-            call.gradient.pending = start_reduce_scatter_rows(
-                grad_gathered, call.group, "the latent's gradient"
-            )
-            # Stands for the sum in flight: its values are never read, _AwaitGradient replaces it.
-            rows = gathered.shape[0] // call.group.size
-            placeholder = gathered.new_zeros(()).expand(rows, gathered.shape[1])
-        return grad_query, placeholder, None, None
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -154,11 +108,21 @@ class GatherOrder:
 
 @dataclass(frozen=True)
 class GatheredLatent:
-    """A layer's latent on its way to every rank: from `start_gather`, used up by `attend`."""
+    """A layer's latent on its way to every rank, and the way back of its gradient."""
 
     local: Float[Tensor, "rows qk"]
     full: PendingTensor
-    gradient: _SumInFlight
+    gradient: GradientSum
+
+    @property
+    def pack(self) -> int:
+        """Rows of the whole."""
+        group = self.gradient.group
+        return len(self.local) * (1 if group is None else group.size)
+
+    def wait(self) -> Float[Tensor, "pack qk"]:
+        """The whole, in the pack's order; once. No autograd: `gradient` takes its gradient."""
+        return _ordered(self.full.wait(), self.gradient.order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,13 +182,12 @@ class SequenceContext:
         )
 
     def start_gather(self, latent: Float[Tensor, "rows qk"]) -> GatheredLatent:
-        """Begin to send the latent to every rank; other work may run before `attend` uses it."""
-        gradient = _SumInFlight()
+        """Begin to send the latent to every rank; other work may run before it is waited for."""
+        gradient = GradientSum(self.group, self.order)
         if self.group is not None:
             latent = _AwaitGradient.apply(latent, gradient)
-        return GatheredLatent(
-            latent, start_all_gather_rows(latent, self.group, "the latent"), gradient
-        )
+        full = start_all_gather_rows(latent, self.group, "the latent")
+        return GatheredLatent(latent, full, gradient)
 
     def start_index_gather(self, keys: Float[Tensor, "rows index_dim"]) -> PendingTensor:
         """Begin to send the frozen indexer's keys to every rank; no gradient flows through them."""
@@ -245,35 +208,11 @@ class SequenceContext:
         if self.trade is not None and self.group is not None:
             start, end = self.trade.key_start, self.trade.key_end
             query, weights = self.trade.exchange(query, weights, self.group)
-        gathered = self._ordered(keys.wait())
+        gathered = _ordered(keys.wait(), self.order)
         found = index_topk(query, gathered, weights, start, end, topk=topk, options=options)
         if self.trade is not None and self.group is not None:
             found = self.trade.give_back(found, self.group)
         return found
-
-    def attend(
-        self,
-        query: Float[Tensor, "rows heads qk"],
-        latent: GatheredLatent,
-        selection: Selection,
-        *,
-        last: bool,
-        scale: float,
-        value_dim: int,
-        options: OpOptions,
-    ) -> Float[Tensor, "rows heads value"]:
-        """Attention of the local queries over the selected keys of the whole pack.
-
-        Gradients flow to `query` and to the latent of every rank. last: the backward pass ends its
-        use of the selection here.
-        """
-        widths = {"qk": query.shape[2], "value_dim": value_dim, "topk": selection.ids.shape[1]}
-        options = resolve(options, query.device, query.dtype, **widths)
-        call = _AttentionCall(
-            scale, value_dim, options, selection, last, self.group, self.order, latent.gradient
-        )
-        gathered = self._ordered(latent.full.wait())
-        return _GatheredSparseAttention.apply(query, latent.local, gathered, call)
 
     def sum_over_ranks(self, local: Tensor) -> Tensor:
         """The sum of `local`, of one shape everywhere, over the ranks of the sequence; with
@@ -281,5 +220,6 @@ class SequenceContext:
         """
         return local if self.group is None else _SumOverRanks.apply(local, self.group)
 
-    def _ordered(self, gathered: Tensor) -> Tensor:
-        return gathered if self.order is None else gathered.index_select(0, self.order.places)
+
+def _ordered(gathered: Tensor, order: GatherOrder | None) -> Tensor:
+    return gathered if order is None else gathered.index_select(0, order.places)

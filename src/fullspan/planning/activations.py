@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from fullspan.ops.sparse_attention.chunks import span_rows
 from fullspan.planning.case import Case
 from fullspan.planning.model_cost import Adapter
 
@@ -68,30 +69,32 @@ class Layer:
 
     # ----------------------------------------------------------------------------- saved
 
+    @property
+    def gathered_latent(self) -> int:
+        model = self.case.model
+        return self.case.pack * (model.kv_lora_rank + model.qk_rope_head_dim) * self.case.item
+
     @cached_property
     def saved_attention(self) -> Bytes:
-        """By item. models/dsa/attention.py, parallel/context.py, lora/layers.py."""
+        """By item. models/dsa/{attention,absorbed}.py, lora/layers.py."""
         case, model, item = self.case, self.case.model, self.case.item
         hidden, q_latent, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
         heads, qk = model.num_attention_heads, latent + model.qk_rope_head_dim
-        q_a, q_b, kv_a, kv_b, out = (
-            f"self_attn.{name}"
-            for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+        q_a, q_b, kv_a, out = (
+            f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
         )
-        per_head = case.run.lora.r * heads * 2 if self.has(kv_b) else 0
         row = {
             "norms": 3 * WIDE,  # 1/rms; what they read comes next, and the layer's input
             "q latent": item * q_latent * (self.has(q_b) + 1),
             "kv latent": item * qk,
             "normed input": item * hidden if self.has(q_a, kv_a) else 0,
-            "query": item * heads * model.qk_head_dim if self.has(kv_b) else 0,
-            "absorbed query": item * heads * qk,
+            "query": item * heads * model.qk_head_dim,
             "attention output and lse": heads * (latent * item + WIDE),
             "o_proj input": item * heads * model.v_head_dim if self.has(out) else 0,
-            "LoRA": item * (self.lows(q_a, q_b, kv_a, out) + per_head),
+            "LoRA": item * self.lows(q_a, q_b, kv_a, out),
         }
         found = {name: case.rows * size for name, size in row.items()}
-        return {**found, "gathered latent": case.pack * qk * item}
+        return {**found, "gathered latent": self.gathered_latent}
 
     @cached_property
     def saved_mlp(self) -> Bytes:
@@ -135,14 +138,15 @@ class Layer:
         }
 
     def adapter_casts(self) -> int:
-        """Adapters in the dtype of the activations, one copy for each use of a matrix: kv_b_proj's
-        are used on both sides of the attention (lora/layers.py)."""
+        """Adapters in the dtype of the activations (lora/layers.py), but for kv_b_proj's, which are
+        cast in each pass (models/dsa/absorbed.py)."""
         case = self.case
         if case.item == WIDE:
             return 0
         return sum(
-            a.numel // (case.ep if a.routed else 1) * case.item * (1 + name.endswith("kv_b_proj"))
+            a.numel // (case.ep if a.routed else 1) * case.item
             for name, a in self.adapted.items()
+            if not name.endswith("kv_b_proj")
         )
 
     def saved(self) -> int:
@@ -209,19 +213,18 @@ class Layer:
         """Where the backward pass peaks: the experts' first gradients with everything still saved,
         and the attention's, when the MLP's tensors are gone."""
         case, model, item = self.case, self.case.model, self.case.item
-        heads, latent = model.num_attention_heads, model.kv_lora_rank
-        qk = latent + model.qk_rope_head_dim
         stream = case.rows * model.hidden_size * item
         ordered = 1 if case.run.parallel.partition == "contiguous" or case.cp == 1 else 2
+        heads = case.rows * model.num_attention_heads * item
         attention = {
             **self.saved_attention,
+            "o_proj input": 0,  # gone by then
             "LoRA": self.saved_attention["LoRA"] + self.adapter_casts(),
             STREAMS: 2 * stream,
-            # As the product over heads leaves it, and contiguous for the kernel.
-            "gradient of attention output": 2 * case.rows * heads * latent * item,
-            "gradient of absorbed query": case.rows * heads * qk * item,
-            "gradient of gathered latent": ordered * case.pack * qk * WIDE,
-            "kernel workspace": case.run.ops.workspace_bytes,
+            "gradient of values": heads * model.v_head_dim,
+            "gradient of query": heads * model.qk_head_dim,
+            "gradient of gathered latent": ordered * self.gathered_latent // item * WIDE,
+            **self.spans,
         }
         moments: dict[str, Bytes] = {"attention": attention}
         if not self.sparse:
@@ -244,29 +247,21 @@ class Layer:
     def forward_moments(self) -> dict[str, Bytes]:
         """Where the first forward, which keeps nothing of the layer, peaks."""
         case, model, item = self.case, self.case.model, self.case.item
-        heads, latent = model.num_attention_heads, model.kv_lora_rank
-        qk = latent + model.qk_rope_head_dim
         streams = 3 * case.rows * model.hidden_size * item
         workspace = case.run.ops.workspace_bytes
         shared = {
             STREAMS: self.input(),
             "q latent": case.rows * model.q_lora_rank * item,
-            "gathered latent": case.pack * qk * item,
+            "gathered latent": self.gathered_latent,
         }
-        # Nope part, its absorption, the adapter's change and their sum, then query and output.
-        parts = 3 if self.has("self_attn.kv_b_proj") else 1
-        absorb = {
-            **shared,
-            "query": case.rows * heads * model.qk_head_dim * item,
-            "absorbed query": case.rows * heads * (parts * latent) * item,
-        }
+        heads = case.rows * model.num_attention_heads * item
         attend = {
             **shared,
-            "absorbed query": case.rows * heads * qk * item,
-            "attention output and lse": case.rows * heads * (latent * item + WIDE),
-            "kernel workspace": workspace,
+            "query": heads * model.qk_head_dim,
+            "attention output": heads * model.v_head_dim,
+            **self.spans,
         }
-        moments: dict[str, Bytes] = {"query": absorb, "attention": attend}
+        moments: dict[str, Bytes] = {"attention": attend}
         if self.full:
             width = model.index_n_heads * (model.index_head_dim * item + WIDE)
             moments["indexer"] = {
@@ -292,6 +287,23 @@ class Layer:
                 "MLP intermediates": inner,
             }
         return moments
+
+    @cached_property
+    def spans(self) -> Bytes:
+        """What attention holds for a span of its rows, and what its kernels take at most
+        (ops/sparse_attention/chunks.py); kv_b_proj as it is multiplied."""
+        case, model, item = self.case, self.case.model, self.case.item
+        heads, latent = model.num_attention_heads, model.kv_lora_rank
+        workspace, beside = case.run.ops.workspace_bytes, heads * item * (
+            3 * latent + 2 * model.qk_rope_head_dim
+        )  # fmt: skip
+        span = span_rows(case.rows, beside, workspace) * beside
+        rows = heads * (model.qk_nope_head_dim + model.v_head_dim)
+        return {
+            "attention span": span,
+            "kernel workspace": workspace - span,
+            "dequantised weights": rows * latent * item if case.form.block else 0,
+        }
 
     def dequantised(self, *, down: bool = False) -> int:
         """FP8 experts as they are multiplied: as many as ops.expert_bytes holds, at least one

@@ -5,6 +5,7 @@ import torch
 
 from fullspan.lora.layers import LoRAGroupedLinear, LoRAKVUpProjection, LoRALinear
 from fullspan.models.common.linear import GroupedLinear, Linear
+from fullspan.models.dsa.absorbed import AdapterGradient, UpWeights
 from fullspan.models.dsa.attention import KVUpProjection
 
 R, ALPHA = 2, 5.0
@@ -67,18 +68,36 @@ def _kv():
     return module, key, value
 
 
+def _same_half(module, which, x, wanted):
+    """As _same, of the products that attention makes: written into a part of a larger tensor."""
+    up, weights = module.parts()
+    weights = UpWeights(*(None if tensor is None else tensor.detach() for tensor in weights))
+    half = up.halves(weights, x.dtype)[which]
+    room = torch.full((*wanted.shape[:2], wanted.shape[2] + 2), torch.nan, dtype=x.dtype)
+    half.product(x.detach(), room[..., 1:-1])
+    torch.testing.assert_close(room[..., 1:-1], wanted)
+    grad = torch.linspace(-1, 1, wanted.numel(), dtype=x.dtype).view_as(wanted)
+    expected = torch.autograd.grad(wanted, (x, module.lora_a, module.lora_b), grad)
+    got = torch.full((*x.shape[:2], x.shape[2] + 2), torch.nan, dtype=x.dtype)
+    adapter = AdapterGradient(up, weights)
+    own = half.adjoint(x.detach(), grad, got[..., 1:-1])
+    none = tuple(torch.zeros_like(part) for part in up.halves(weights, x.dtype)[1 - which][1:3])
+    adapter.add(*((own, none) if which == 0 else (none, own)))
+    torch.testing.assert_close((got[..., 1:-1], adapter.a, adapter.b), expected)
+
+
 def test_absorbed_query():
     module, key, _ = _kv()
     query = _random(7, HEADS, NOPE)
     wanted = torch.einsum("thn,hnl->thl", query, key)
-    _same(module, query, module.absorb_query(query), wanted)
+    _same_half(module, 0, query, wanted)
 
 
 def test_projected_value():
     module, _, value = _kv()
     latent = _random(7, HEADS, LATENT)
     wanted = torch.einsum("thl,hvl->thv", latent, value)
-    _same(module, latent, module.project_value(latent), wanted)
+    _same_half(module, 1, latent, wanted)
 
 
 def test_fresh_adapters_change_nothing_and_lora_b_learns_first():

@@ -46,17 +46,10 @@ CASES = {
         2,
         lambda m, x: m(x.flatten(1)[:, :70], COUNTS),
     ),
-    "absorbed query": (lambda: KVUpProjection(5, 14, 9, 33), 1, lambda m, x: m.absorb_query(x)),
-    "projected value": (
-        lambda: KVUpProjection(5, 9, 14, 33),
-        1,
-        lambda m, x: m.project_value(x.repeat(1, 1, 3)[..., :33]),
-    ),
 }
 WRAPPERS = {
     Linear: LoRALinear,
     GroupedLinear: LoRAGroupedLinear,
-    KVUpProjection: LoRAKVUpProjection,
 }
 
 
@@ -85,6 +78,21 @@ def test_output_and_input_gradient_are_those_of_the_dequantised_weight(name, dty
     assert len(found[0]) == (4 if adapter else 2)
     for got, wanted in zip(*found, strict=True):
         assert wanted.any() and torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_halves_of_the_up_projection_are_those_of_the_dequantised_weight(dtype):
+    """Heads that are no whole number of blocks."""
+    torch.manual_seed(0)
+    found = []
+    for module in pair(lambda: KVUpProjection(5, 14, 9, 33), 1):
+        module = LoRAKVUpProjection(module, r=3, alpha=6.0, generator=torch.Generator())
+        nn.init.ones_(module.lora_b)
+        up, weights = module.parts()
+        found.append([half.weight for half in up.halves(weights, dtype)])
+    assert [half.shape for half in found[0]] == [(5, 14, 33), (5, 33, 9)]
+    for got, wanted in zip(*found, strict=True):
+        assert got.dtype == dtype and torch.equal(got, wanted.to(dtype))
 
 
 def test_the_input_gradient_is_the_product_with_the_dequantised_weight():

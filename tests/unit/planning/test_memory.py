@@ -258,7 +258,7 @@ ANCHORS = {
     "saved selections": (2.8, 22.5, 5.6),
     "gathered latent": (0.15, 1.21, 1.21),
     "gradient of gathered latent": (0.30, 2.42, 2.42),
-    "absorbed query": (1.21, 9.66, 2.42),
+    "query": (0.54, 4.29, 1.07),  # [rows, 64 heads, 192 + 64]
     "saved layer inputs": (15.7, 125.6, 31.4),
 }
 

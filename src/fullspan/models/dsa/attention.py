@@ -14,71 +14,34 @@ The selection belongs to the forward call that made it: it is taken and returned
 stored here.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 
-from fullspan.models.common.frozen import FrozenProjection, LinearMap, frozen_product
+from fullspan.models.common.frozen import FrozenProjection
 from fullspan.models.common.linear import Linear
 from fullspan.models.common.norm import LayerNorm, RMSNorm
+from fullspan.models.dsa.absorbed import Angles, UpProjection, UpWeights, absorbed_attention
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.ops.options import OpOptions
 from fullspan.ops.rope.op import apply_rope
 from fullspan.ops.selection import Selection
 from fullspan.parallel.context import SequenceContext
-from fullspan.shapes import Float, Float32, Tensor
-
-
-class Angles(NamedTuple):
-    """cos and sin of the local rows' positions, made once per microbatch for all layers."""
-
-    cos: Float32[Tensor, "rows half"]
-    sin: Float32[Tensor, "rows half"]
+from fullspan.shapes import Float, Tensor
 
 
 class KVUpProjection(FrozenProjection):
     """kv_b_proj [heads * (nope + value), latent], used in halves: its key half on queries, its
-    value half on outputs.
+    value half on outputs (absorbed.py).
     """
 
     def __init__(self, heads: int, nope: int, value: int, latent: int) -> None:
         super().__init__(heads * (nope + value), latent)
         self.heads, self.nope, self.value = heads, nope, value
 
-    def split(self, rows: Float[Tensor, "out width"]) -> tuple[Tensor, Tensor]:
-        """Views of the key half [heads, nope, width] and the value half [heads, value, width] of a
-        tensor whose rows are laid out as the weight's.
-        """
-        key, value = rows.unflatten(0, (self.heads, -1)).split([self.nope, self.value], dim=1)
-        return key, value
-
-    def absorb_query(
-        self, query: Float[Tensor, "rows heads nope"]
-    ) -> Float[Tensor, "rows heads latent"]:
-        """W_k[h]^T q for every head."""
-        return frozen_product(query, self.frozen, self._by_head(0, transposed=False))
-
-    def project_value(
-        self, out: Float[Tensor, "rows heads latent"]
-    ) -> Float[Tensor, "rows heads value"]:
-        """W_v[h] o for every head."""
-        return frozen_product(out, self.frozen, self._by_head(1, transposed=True))
-
-    def _by_head(self, half: int, *, transposed: bool) -> LinearMap:
-        """x[:, h] W[h] for every head, or W[h]^T. Heads are no whole number of FP8 blocks, so each
-        half dequantises both.
-        """
-        return LinearMap(
-            lambda x, weight: _times_heads(x, self.split(weight)[half], transposed),
-            lambda grad, weight: _times_heads(grad, self.split(weight)[half], not transposed),
-        )
-
-
-def _times_heads(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-    """[rows, heads, in], [heads, in, out] or transposed -> [rows, heads, out]."""
-    weight = weight.transpose(1, 2) if transposed else weight
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    def parts(self) -> tuple[UpProjection, UpWeights]:
+        """How it lies, and its tensors as they are held now."""
+        up = UpProjection(heads=self.heads, nope=self.nope, value=self.value, layout=self.layout)
+        return up, UpWeights(self.weight, self.weight_scale_inv)
 
 
 class Indexer(nn.Module):
@@ -161,7 +124,7 @@ class SparseLatentAttention(nn.Module):
         own selection from an earlier run of the same microbatch: with it, recompute uses the same
         keys and never runs the indexer.
         """
-        gathered = sequence.start_gather(self._latent(x, angles))
+        latent = sequence.start_gather(self._latent(x, angles))
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         selection = kept
         if selection is None:
@@ -169,22 +132,14 @@ class SparseLatentAttention(nn.Module):
             if self.indexer is not None:
                 selection = self.indexer(x, q_latent.detach(), angles, sequence, self.options)
         assert selection is not None, "the config guarantees a full layer before every shared one"
-        out = sequence.attend(
-            self._absorbed_query(q_latent, angles), gathered, selection,
-            last=self.indexer is not None, scale=self.scale, value_dim=self.latent,
-            options=self.options,
+        query = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1))
+        out = absorbed_attention(
+            query, latent, selection, *self.kv_b_proj.parts(), angles, scale=self.scale,
+            last=self.indexer is not None, options=self.options,
         )  # fmt: skip
-        return self.o_proj(self.kv_b_proj.project_value(out).flatten(1)), selection
+        return self.o_proj(out.flatten(1)), selection
 
     def _latent(self, x: Float[Tensor, "rows hidden"], angles: Angles) -> Float[Tensor, "rows qk"]:
         latent, rope = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], dim=-1)
         rope = apply_rope(rope, *angles, interleaved=True)
         return torch.cat([self.kv_a_layernorm(latent), rope], dim=-1)
-
-    def _absorbed_query(
-        self, q_latent: Float[Tensor, "rows q_latent"], angles: Angles
-    ) -> Float[Tensor, "rows heads qk"]:
-        query = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1))
-        nope, rope = query.split([self.nope, self.rope], dim=-1)
-        rope = apply_rope(rope, *angles, interleaved=True)
-        return torch.cat([self.kv_b_proj.absorb_query(nope), rope], dim=-1)

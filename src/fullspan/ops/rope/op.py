@@ -84,13 +84,46 @@ def apply_rope(
     return _rope(x, cos, sin, interleaved, False)
 
 
+def rope_into(
+    x: Float[Tensor, "rows *heads rope"],
+    cos: Float[Tensor, "rows half"],
+    sin: Float[Tensor, "rows half"],
+    out: Float[Tensor, "rows *heads rope"],
+    *,
+    interleaved: bool,
+    inverse: bool = False,
+) -> None:
+    """`apply_rope`, or with `inverse` its adjoint, written into a tensor of x's dtype and any
+    strides. Without autograd.
+    """
+    assert x.dtype == out.dtype, (x.dtype, out.dtype)
+    _rope_into(out, x, cos, sin, interleaved, inverse)
+
+
+@torch.library.custom_op(
+    "fullspan::rope_into",
+    mutates_args=("out",),
+    schema="(Tensor(a!) out, Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse)"
+    " -> ()",
+)
+def _rope_into(out, x, cos, sin, interleaved, inverse):
+    rotate(x, cos, sin, interleaved, inverse, out)
+
+
+@_rope_into.register_fake
+def _(out, x, cos, sin, interleaved, inverse):
+    return None
+
+
 @torch.library.custom_op(
     "fullspan::rope",
     mutates_args=(),
     schema="(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> Tensor",
 )
 def _rope(x, cos, sin, interleaved, inverse):
-    return rotate(x, cos, sin, interleaved, inverse)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rotate(x, cos, sin, interleaved, inverse, out)
+    return out
 
 
 @_rope.register_fake

@@ -1,22 +1,21 @@
 """Rotary position in plain PyTorch: pairs of channels turned by an angle, in fp32 or wider."""
 
-import torch
 from torch import Tensor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, out: Tensor
+) -> None:
     """x [rows, ..., rope] turned by the angles of cos and sin [rows, rope/2], or turned back."""
     half = x.shape[-1] // 2
     shape = (x.shape[0], *(1,) * (x.dim() - 2), half)
     cos, sin = cos.view(shape), sin.view(shape)
     if inverse:
         sin = -sin
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = _pairs(x, interleaved)
     out_first, out_second = _pairs(out, interleaved)
     out_first.copy_(first * cos - second * sin)
     out_second.copy_(second * cos + first * sin)
-    return out
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

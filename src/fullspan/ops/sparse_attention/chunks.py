@@ -98,6 +98,11 @@ def even(rows: int, most: int) -> int:
     return -(-rows // (parts * GROUP)) * GROUP
 
 
+def span_rows(rows: int, beside: int, workspace: int) -> int:
+    """Rows of a span where nothing but the caller holds anything for it."""
+    return max(1, min(rows, workspace // SPAN_SHARE // beside) if beside else rows)
+
+
 @functools.lru_cache(maxsize=256)
 def choose_rows(sizes: Sizes, rows: int, workspace: int) -> tuple[int, int]:
     """Rows of a span and of a chunk that fit `workspace` bytes. A span is all rows or whole chunks.

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from fullspan.ops.sizes import ceil_div, power_of_2
-from fullspan.ops.sparse_attention.chunks import BLOCK, GROUP, Sizes, choose_rows
+from fullspan.ops.sparse_attention.chunks import BLOCK, GROUP, Sizes
 from fullspan.ops.sparse_attention.kernels_backward import (
     delta_kernel,
     direct_kernel,
@@ -188,16 +188,17 @@ class Kernels(ABC):
 
 
 def sizes_of(
-    kernels: type[Kernels], query: Tensor, pack: int, topk: int, value: int, beside: int
-) -> Sizes:
-    """Sizes of a call with queries like `query` [rows, heads, qk]."""
-    _, heads, qk = query.shape
+    kernels: type[Kernels], device: torch.device, dtype: torch.dtype, widths: Sequence[int],
+    value: int, pack: int, beside: int,
+) -> Sizes:  # fmt: skip
+    """Sizes of a call, see chunks.Sizes. widths: heads, qk, topk, before they are padded."""
+    heads, qk, topk = widths
     heads, topk = (ceil_div(n, m) * m for n, m in ((heads, kernels.heads), (topk, kernels.slots)))
-    shape = shape_of(query.device, query.dtype, (heads, qk, topk), value)
+    shape = shape_of(device, dtype, (heads, qk, topk), value)
     return Sizes(
-        topk=topk, pack=pack, qk=qk, heads=shape.padded_heads, itemsize=query.element_size(),
-        units=multiprocessors(query.device), tiles=shape.padded_heads // shape.head_tile,
-        beside=beside, fused=shape.padded_heads == kernels.fused,
+        topk=topk, pack=pack, qk=qk, heads=shape.padded_heads, itemsize=dtype.itemsize,
+        units=multiprocessors(device), tiles=shape.padded_heads // shape.head_tile, beside=beside,
+        fused=shape.padded_heads == kernels.fused,
     )  # fmt: skip
 
 
@@ -228,7 +229,7 @@ def backward(
     """Gradients of query (its dtype) and sink (fp32, zeros without one); that of kv is written to
     dkv, or added to it. Same bits on every run.
 
-    plan: a Plan of all rows (its chunks then decide the memory); (): made here.
+    plan: a Plan of all rows, see make_plan; its chunks decide the memory.
     """
     rows, heads, _ = query.shape
     dsink = torch.zeros(heads, dtype=torch.float32, device=query.device)
@@ -240,10 +241,7 @@ def backward(
     ids, counts = whole(ids, 1, kernels.slots, -1), counts.contiguous()
     shape = shape_of(query.device, query.dtype, (*query.shape[1:], ids.shape[1]), value_dim)
     with on_device(query):
-        made = (
-            Plan(*plan) if plan else _plan(kernels, query, kv, ids, counts, shape, workspace_bytes)
-        )
-        chunks = made.chunks(len(kv))
+        chunks = Plan(*plan).chunks(len(kv))
         call = Call(
             query=query, kv=kv.contiguous(), ids=ids, counts=counts, grad_out=grad_out, lse=lse,
             delta=_row_products(grad_out, out, shape), dquery=torch.empty_like(query),
@@ -260,16 +258,6 @@ def backward(
             # Minus its own probability times delta, summed over rows in a fixed order.
             dsink = -(torch.exp(sink.float()[None, :] - lse) * delta).sum(0)
     return call.dquery[:, :heads].contiguous(), dsink
-
-
-def _plan(
-    kernels: type[Kernels], query: Tensor, kv: Tensor, ids: Tensor, counts: Tensor, shape: Shape,
-    workspace: int,
-) -> Plan:  # fmt: skip
-    """The plan of one call of its own; its rows are one span."""
-    sizes = sizes_of(kernels, query, len(kv), ids.shape[1], shape.value, 0)
-    _, chunk = choose_rows(sizes, len(ids), workspace)
-    return build_plan(ids, counts, sizes, chunk)
 
 
 def _buffers(query: Tensor, rows: int, shape: Shape, fused: bool) -> dict[str, Any]:

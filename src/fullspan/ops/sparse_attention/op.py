@@ -5,13 +5,16 @@ value the first value_dim channels of it. A sink (DeepSeek-V4) adds exp(sink[hea
 denominator. Causality is the selection's matter and is not checked here.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 
 from fullspan.ops.backend import on_first_call, resolve
 from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import reference
-from fullspan.ops.sparse_attention.chunks import choose_rows
+from fullspan.ops.sparse_attention.chunks import Sizes, choose_rows, span_rows
 from fullspan.shapes import Float, Tensor
 
 _TRITON = "fullspan.ops.sparse_attention.triton_backend"
@@ -61,54 +64,87 @@ def sparse_attention(
     return _sparse_attention(query, kv, *selected, sink, *settings)
 
 
-def sparse_attention_gradients(
-    grad_out: Float[Tensor, "rows heads value"],
-    query: Float[Tensor, "rows heads qk"],
-    kv: Float[Tensor, "pack qk"],
-    selection: Selection,
-    out: Float[Tensor, "rows heads value"],
-    lse: Float[Tensor, "rows heads"],
-    sink: Float[Tensor, "heads"] | None,
-    scale: float,
-    value_dim: int,
-    backend: str,
-    workspace: int,
-) -> tuple[Tensor, Float[Tensor, "pack qk"], Float[Tensor, "heads"]]:
-    """(dquery like query, dkv [pack, qk], dsink [heads]); the last two like lse, fp32 or wider.
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """Attention of one selection without autograd, a span of rows at a time, with a resolved
+    backend.
 
-    dkv is not rounded to kv's dtype here, so that ranks can sum theirs in fp32 before. Plans that
-    the selection holds are used, and those made here are left in it for the next layer, unless they
-    take too much of the workspace.
+    pack, heads, qk, dtype: of kv and of the queries. beside: bytes of a row that the caller holds
+    while its span runs, which `workspace` bounds together with what the kernels take.
     """
-    rows, topk = selection.ids.shape
-    dkv = lse.new_empty(kv.shape)
-    span, chunk, sizes = rows, 0, None
-    if backend in _SIZES:
-        sizes = _SIZES[backend](query, len(kv), topk, value_dim, 0)
-        span, chunk = choose_rows(sizes, rows, workspace)
-    found = []
-    for first in range(0, max(rows, 1), max(span, 1)):
-        part = slice(first, first + span)
-        plan = ()
-        if sizes is not None and rows:
-            key = (first, span, chunk)
-            plan = selection.plans.get(key)
-            if plan is None:
-                plan = _PLAN[backend](selection.ids[part], selection.counts[part], sizes, chunk)
-                if sizes.kept_bytes(rows, chunk) <= workspace // KEPT_SHARE:
-                    selection.plans[key] = plan
-        tensors = (grad_out, query, selection.ids, selection.counts, out, lse)
-        grad, queries, ids, counts, outs, sums = (x[part] for x in tensors)
-        found.append(
-            sparse_attention_backward(
-                grad, queries, kv, ids, counts, outs, sums, dkv, list(plan), sink, scale, value_dim,
-                backend, workspace, first > 0,
-            )
-        )  # fmt: skip
-    dqueries, dsinks = zip(*found)
-    if len(found) == 1:
-        return dqueries[0], dkv, dsinks[0]
-    return torch.cat(dqueries), dkv, torch.stack(dsinks).sum(0)
+
+    selection: Selection
+    pack: int
+    heads: int
+    qk: int
+    value_dim: int
+    dtype: torch.dtype
+    scale: float
+    backend: str
+    workspace: int
+    beside: int = 0
+    sink: Tensor | None = None
+
+    @cached_property
+    def _sizes(self) -> Sizes | None:
+        """None where the backward has no plan."""
+        if self.backend not in _SIZES:
+            return None
+        ids = self.selection.ids
+        widths = (self.heads, self.qk, ids.shape[1])
+        given = (ids.device, self.dtype, widths, self.value_dim, self.pack, self.beside)
+        return _SIZES[self.backend](*given)
+
+    @cached_property
+    def _rows(self) -> tuple[int, int]:
+        """Of a span and of a chunk."""
+        rows = len(self.selection.counts)
+        if self._sizes is None:
+            return span_rows(rows, self.beside, self.workspace), 0
+        return choose_rows(self._sizes, rows, self.workspace)
+
+    @property
+    def spans(self) -> list[slice]:
+        """Which rows go together, in order; one empty span where there are none."""
+        rows, (span, _) = len(self.selection.counts), self._rows
+        return [slice(first, min(first + span, rows)) for first in range(0, max(rows, 1), span)]
+
+    def forward(self, span: slice, query: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of a span's queries, see sparse_attention."""
+        ids, counts = self.selection.ids[span], self.selection.counts[span]
+        return sparse_attention_forward(query, kv, ids, counts, *self._settings)
+
+    def backward(
+        self, span: slice, grad_out: Tensor, query: Tensor, kv: Tensor, out: Tensor, lse: Tensor,
+        dkv: Tensor, *, add: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(dquery like query, dsink [heads] like lse) of a span; the spans come in order. dkv
+        [pack, qk], like lse, is written by the first of them, or with `add` added to, and added to
+        by the others: ranks can sum theirs in fp32 before it is rounded to kv's dtype.
+
+        A plan that the selection holds is used, and one made here is left in it for the next layer,
+        unless those of all spans take too much of the workspace.
+        """
+        ids, counts = self.selection.ids[span], self.selection.counts[span]
+        given = (grad_out.contiguous(), query, kv, ids, counts, out, lse, dkv, self._plan(span))
+        return sparse_attention_backward(*given, *self._settings, add or span.start > 0)
+
+    @property
+    def _settings(self) -> tuple:
+        return self.sink, self.scale, self.value_dim, self.backend, self.workspace
+
+    def _plan(self, span: slice) -> list[Tensor]:
+        """Of a span; [] where there is none."""
+        sizes, chosen, (_, chunk) = self._sizes, self.selection, self._rows
+        if sizes is None or span.start == span.stop:
+            return []
+        key = (span.start, span.stop, chunk)
+        plan = chosen.plans.get(key)
+        if plan is None:
+            plan = _PLAN[self.backend](chosen.ids[span], chosen.counts[span], sizes, chunk)
+            if sizes.kept_bytes(len(chosen.counts), chunk) <= self.workspace // KEPT_SHARE:
+                chosen.plans[key] = plan
+        return list(plan)
 
 
 _SETTINGS = "Tensor? sink, float scale, int value_dim, str backend, int workspace_bytes"
@@ -137,11 +173,23 @@ def sparse_attention_backward(
     workspace, add,
 ):  # fmt: skip
     """(dquery like query, dsink [heads]) of some rows; dkv [pack, qk], like lse, is overwritten, or
-    added to. plan: of these rows, in the chunks that it was made for; []: made here.
+    added to. plan: of these rows, in the chunks that it was made for; []: made here, in spans.
     """
-    run = _BACKWARD[backend]
-    settings = (sink, scale, value_dim, workspace, add)
-    return run(grad_out, query, kv, ids, counts, out, lse, dkv, plan, *settings)
+    tensors = (grad_out, query, kv, ids, counts, out, lse, dkv)
+    if plan or backend not in _SIZES or len(query) == 0:
+        return _BACKWARD[backend](*tensors, plan, sink, scale, value_dim, workspace, add)
+    call = AttentionCall(
+        selection=Selection(ids, counts), pack=len(kv), heads=query.shape[1], qk=query.shape[2],
+        value_dim=value_dim, dtype=query.dtype, scale=scale, backend=backend, workspace=workspace,
+        sink=sink,
+    )  # fmt: skip
+    found = []
+    for span in call.spans:
+        grad, queries, outs, sums = (x[span] for x in (grad_out, query, out, lse))
+        found.append(call.backward(span, grad, queries, kv, outs, sums, dkv, add=add))
+    dqueries, dsinks = zip(*found)
+    dquery = torch.cat(dqueries) if len(found) > 1 else dqueries[0]
+    return dquery, torch.stack(dsinks).sum(0)
 
 
 @torch.library.custom_op(
@@ -175,9 +223,9 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_out, _):
     query, kv, ids, counts, out, lse, sink = ctx.saved_tensors
-    dquery, dkv, dsink = sparse_attention_gradients(
-        grad_out, query, kv, Selection(ids, counts), out, lse, sink, *ctx.settings
-    )
+    dkv = lse.new_empty(kv.shape)
+    given = (grad_out.contiguous(), query, kv, ids, counts, out, lse, dkv, [], sink, *ctx.settings)
+    dquery, dsink = sparse_attention_backward(*given, False)
     dsink = None if sink is None else dsink.to(sink.dtype)
     return dquery, dkv.to(kv.dtype), None, None, dsink, None, None, None, None
 
