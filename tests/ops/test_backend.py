@@ -129,7 +129,12 @@ def test_fp8_needs_hardware_that_converts_e4m3(monkeypatch):
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("workspace_bytes", (1 << 20) - 1), ("expert_bytes", 0), ("loss_chunk_rows", 0)],
+    [
+        ("workspace_bytes", (1 << 20) - 1),
+        ("attention_bytes", 1),
+        ("expert_bytes", 0),
+        ("loss_chunk_rows", 0),
+    ],
 )
 def test_settings_that_are_too_small(setting, value):
     with pytest.raises(ConfigError, match=rf"ops.{setting} is {value}; it must be at least"):

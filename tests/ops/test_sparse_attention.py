@@ -275,8 +275,8 @@ def test_a_workspace_too_small_for_one_row():
     query, kv, _ = inputs(2, 9, heads=64, qk=576, dtype=torch.float32)
     ids = torch.zeros(2, 2048, dtype=torch.int32)
     chosen = Selection(ids, torch.ones(2, dtype=torch.int32))
-    with pytest.raises(ConfigError, match=r"ops.workspace_bytes is 1048576; .* at least \d+, for"):
-        run(query, kv, chosen, 512, options=OpOptions(workspace_bytes=1 << 20))
+    with pytest.raises(ConfigError, match=r"ops.attention_bytes is 1048576; .* at least \d+, for"):
+        run(query, kv, chosen, 512, options=OpOptions(attention_bytes=1 << 20))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

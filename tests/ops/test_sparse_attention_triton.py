@@ -271,5 +271,5 @@ def test_chunks_fit_the_workspace():
     assert roomy[0] == 4096
     little = sizing.Sizes(topk=2048, pack=8192, qk=576, heads=64, itemsize=2, units=132)
     assert sizing.choose_rows(little, 8192, 16 << 30)[1] < 1200
-    with pytest.raises(ConfigError, match=r"ops\.workspace_bytes"):
+    with pytest.raises(ConfigError, match=r"ops\.attention_bytes"):
         sizing.choose_rows(sizes, 4096, 1 << 20)

@@ -112,3 +112,20 @@ def test_a_selection_is_planned_once_a_microbatch(tiny_checkpoints, monkeypatch,
         name: relative(got, found["reference"][name]) for name, got in found["triton"].items()
     }
     assert max(errors.values()) < 1e-5
+
+
+def test_nothing_depends_on_the_spans_of_rows(tiny_checkpoints):
+    """Attention of 500 rows in one span, and in four of which the last is short."""
+    pack = random_pack([300, 200], vocab=300)
+    found = []
+    for size in (1 << 30, 1 << 20):
+        model = tiny_model(tiny_checkpoints["glm_moe_dsa"], recompute=True)
+        for layer in model.model.layers:
+            layer.self_attn.options = replace(model.options, attention_bytes=size)
+        loss, _ = local_loss(model, pack)
+        loss.backward()
+        found.append((loss.item(), gradients(model)))
+    (loss, wanted), (again, got) = found
+    assert again == pytest.approx(loss, rel=1e-6)
+    errors = {name: relative(got[name], value) for name, value in wanted.items()}
+    assert 0 < max(errors.values()) < 1e-6, "some sums are in another order"

@@ -27,7 +27,8 @@ class OpOptions:
     index_scores: "bf16" multiplies the indexer's queries and keys as the model makes them, "fp8"
     rounds them to e4m3 with a scale per vector first: faster, and other selections
     (index_topk/README.md).
-    workspace_bytes: bound on the temporaries of index_topk, and on those of sparse_attention.
+    workspace_bytes: bound on the temporaries of index_topk.
+    attention_bytes: bound on those of sparse_attention, and on the absorbed queries at hand.
     expert_bytes: bound on the rows that are at the experts at once, and on the experts' dequantised
     weights.
     loss_chunk_rows: rows whose logits over the vocabulary exist at once.
@@ -41,6 +42,7 @@ class OpOptions:
     rows: str = "auto"
     index_scores: str = "bf16"
     workspace_bytes: int = 1 << 30
+    attention_bytes: int = 1 << 32
     expert_bytes: int = 1 << 32
     loss_chunk_rows: int = 1024
 
@@ -55,6 +57,7 @@ class OpOptions:
             raise ConfigError(f"ops.index_scores is {self.index_scores!r}; it can be: {known}")
         for setting, least in (
             ("workspace_bytes", 1 << 20),
+            ("attention_bytes", 1 << 20),
             ("expert_bytes", 1 << 20),
             ("loss_chunk_rows", 1),
         ):

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from fullspan.ops.sparse_attention.chunks import span_rows
+from fullspan.ops.sparse_attention.chunks import KEPT_SHARE, Sizes, choose_rows, span_rows
 from fullspan.planning.case import Case
 from fullspan.planning.model_cost import Adapter
 
 WIDE, LONG, INT = 4, 8, 4
 STREAMS = "residual stream and gradient"
+PLAN = "plan of the selection"
 
 Bytes = Mapping[str, int]
 
@@ -219,6 +220,7 @@ class Layer:
         attention = {
             **self.saved_attention,
             "o_proj input": 0,  # gone by then
+            PLAN: self.plan,
             "LoRA": self.saved_attention["LoRA"] + self.adapter_casts(),
             STREAMS: 2 * stream,
             "gradient of values": heads * model.v_head_dim,
@@ -248,7 +250,6 @@ class Layer:
         """Where the first forward, which keeps nothing of the layer, peaks."""
         case, model, item = self.case, self.case.model, self.case.item
         streams = 3 * case.rows * model.hidden_size * item
-        workspace = case.run.ops.workspace_bytes
         shared = {
             STREAMS: self.input(),
             "q latent": case.rows * model.q_lora_rank * item,
@@ -268,7 +269,7 @@ class Layer:
                 **shared,
                 "index query": case.rows * width,
                 "gathered index keys": case.pack * model.index_head_dim * item,
-                "kernel workspace": workspace,
+                "index scores": case.run.ops.workspace_bytes,
             }
         if self.sparse:
             streams += self._finished_chunks() + self.input()  # the shared expert's output
@@ -289,20 +290,39 @@ class Layer:
         return moments
 
     @cached_property
-    def spans(self) -> Bytes:
-        """What attention holds for a span of its rows, and what its kernels take at most
-        (ops/sparse_attention/chunks.py); kv_b_proj as it is multiplied."""
-        case, model, item = self.case, self.case.model, self.case.item
-        heads, latent = model.num_attention_heads, model.kv_lora_rank
-        workspace, beside = case.run.ops.workspace_bytes, heads * item * (
-            3 * latent + 2 * model.qk_rope_head_dim
+    def _sizes(self) -> Sizes:
+        """Of the attention's backward by the kernels of an H200; its heads go in tiles of 64."""
+        case, model = self.case, self.case.model
+        heads, latent, rope = model.num_attention_heads, model.kv_lora_rank, model.qk_rope_head_dim
+        tiles = -(-heads // 64)
+        return Sizes(
+            topk=model.index_topk, pack=case.pack, qk=latent + rope, heads=64 * tiles,
+            itemsize=case.item, units=132, tiles=tiles, fused=tiles == 1 and case.item != WIDE,
+            beside=heads * (3 * latent + 2 * rope) * case.item,
         )  # fmt: skip
-        span = span_rows(case.rows, beside, workspace) * beside
-        rows = heads * (model.qk_nope_head_dim + model.v_head_dim)
+
+    @cached_property
+    def plan(self) -> int:
+        """Of the selection, which the layers that share it hand on in the backward pass; 0 where it
+        is too large, and made in every layer."""
+        case, room = self.case, self.case.run.ops.attention_bytes
+        kept = self._sizes.kept_bytes(case.rows, choose_rows(self._sizes, case.rows, room)[1])
+        return kept if kept <= room // KEPT_SHARE else 0
+
+    @cached_property
+    def spans(self) -> Bytes:
+        """What attention holds for a span of its rows (models/dsa/absorbed.py), what its kernels
+        take (ops/sparse_attention/chunks.py), and kv_b_proj as it is multiplied."""
+        case, model, sizes = self.case, self.case.model, self._sizes
+        room = case.run.ops.attention_bytes
+        span, chunk = choose_rows(sizes, case.rows, room)
+        kernels = chunk * sizes.row_bytes + span * (sizes.span_bytes - sizes.beside)
+        kernels -= span * sizes.plan_bytes if self.plan else -4 * case.pack * -(-span // chunk)
+        width = model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim)
         return {
-            "attention span": span,
-            "kernel workspace": workspace - span,
-            "dequantised weights": rows * latent * item if case.form.block else 0,
+            "attention span": span_rows(case.rows, sizes.beside, room) * sizes.beside,
+            "kernel workspace": kernels,
+            "dequantised weights": width * model.kv_lora_rank * case.item if case.form.block else 0,
         }
 
     def dequantised(self, *, down: bool = False) -> int:
@@ -317,7 +337,7 @@ class Layer:
 
     def _with_saved(self, items: Bytes) -> Bytes:
         """`items` and everything that is saved."""
-        total = dict(self.saved_attention)
+        total = {**self.saved_attention, PLAN: self.plan}
         for more in (self.saved_mlp, {"LoRA": self.adapter_casts()}, items):
             for name, size in more.items():
                 total[name] = total.get(name, 0) + size

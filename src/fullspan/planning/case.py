@@ -166,7 +166,7 @@ class Case:
             "attention backward": attention,
             "indexer": {"heads": model.index_n_heads, "topk": model.index_topk},
         }
-        workspace = self.run.ops.workspace_bytes
+        workspace = self.run.ops.attention_bytes  # the indexer's rows are of one
         fp8 = self.run.ops.index_scores == "fp8"
         backends = {"indexer": ("hopper_fp8",)} if fp8 else {}
         shape = Shape(keys=self.pack, workspace=workspace, widths=widths, backends=backends)

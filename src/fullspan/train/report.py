@@ -78,7 +78,8 @@ def model_lines(
         (
             "ops",
             "".join(f"{op} {getattr(options, op)}, " for op in BACKEND_NAMES)
-            + f"workspace {options.workspace_bytes / 2**20:,.0f} MiB each",
+            + f"workspace {options.workspace_bytes / 2**20:,.0f} MiB, "
+            f"attention {options.attention_bytes / 2**20:,.0f} MiB",
         ),
     )
 

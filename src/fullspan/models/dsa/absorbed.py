@@ -254,7 +254,7 @@ def absorbed_attention(
     )
     attention = AttentionCall(
         selection=selection, pack=latent.pack, heads=up.heads, qk=qk, value_dim=value_dim,
-        scale=scale, dtype=query.dtype, backend=backend, workspace=options.workspace_bytes,
+        scale=scale, dtype=query.dtype, backend=backend, workspace=options.attention_bytes,
         # Absorbed queries, their gradient, and that of the kernel's output.
         beside=up.heads * (2 * qk + value_dim) * query.element_size(),
     )  # fmt: skip

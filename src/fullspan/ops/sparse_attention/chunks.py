@@ -17,6 +17,7 @@ GROUP = 16  # neighbouring rows whose common keys are summed together; a bit of 
 BLOCK = 128  # shared keys of one block
 MOST_ROWS = 16384  # of a chunk: a plan word counts 15 bits of partial rows a key
 SPAN_SHARE = 4  # a span's plan, and what the caller holds for it, take 1 / this of the budget
+KEPT_SHARE = 4  # plans are kept for the next layer where all of a selection's take 1 / this at most
 SLACK = 1.03  # how much slower than the best a chunk may be that needs less memory
 TAIL = 0.2  # of a round over the multiprocessors, lost at the end of every chunk
 
@@ -120,7 +121,7 @@ def choose_rows(sizes: Sizes, rows: int, workspace: int) -> tuple[int, int]:
     if not fitting or GROUP * (sizes.span_bytes + sizes.table_bytes) > workspace:
         least = GROUP * (sizes.span_bytes + max(sizes.table_bytes, sizes.row_bytes))
         raise ConfigError(
-            f"ops.workspace_bytes is {workspace}; the backward of sparse attention needs at least "
+            f"ops.attention_bytes is {workspace}; the backward of sparse attention needs at least "
             f"{least + 8 * sizes.pack} ({GROUP} rows, {sizes.topk} of {sizes.pack} keys, "
             f"{sizes.heads} heads)"
         )

@@ -14,7 +14,7 @@ from fullspan.ops.backend import on_first_call, resolve
 from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import reference
-from fullspan.ops.sparse_attention.chunks import Sizes, choose_rows, span_rows
+from fullspan.ops.sparse_attention.chunks import KEPT_SHARE, Sizes, choose_rows, span_rows
 from fullspan.shapes import Float, Tensor
 
 _TRITON = "fullspan.ops.sparse_attention.triton_backend"
@@ -32,8 +32,6 @@ _BACKWARD = {
 # Where the backward has a plan: the sizes of a call, and its plan.
 _SIZES = {"hopper": on_first_call(_HOPPER, "sizes"), "triton": on_first_call(_TRITON, "sizes")}
 _PLAN = {"hopper": on_first_call(_HOPPER, "plan"), "triton": on_first_call(_TRITON, "plan")}
-KEPT_SHARE = 4  # plans are kept for the next layer where all of a selection's take 1 / this of the
-# workspace
 
 
 def sparse_attention(
@@ -52,7 +50,7 @@ def sparse_attention(
     empty slots are never read. A row names a key at most once. A row without keys gives out 0, lse
     +inf (so that exp(s - lse) vanishes, sink or not) and no gradient. lse is natural, fp32 or
     wider, without gradient. Raises BackendError when the named backend cannot run here, ConfigError
-    when options.workspace_bytes is too small for one row.
+    when options.attention_bytes is too small for one row.
     """
     assert query.dtype == kv.dtype, (query.dtype, kv.dtype)
     assert 0 < value_dim <= kv.shape[1] == query.shape[2], (query.shape, kv.shape, value_dim)
@@ -60,7 +58,7 @@ def sparse_attention(
     widths = {"qk": query.shape[2], "value_dim": value_dim, "topk": selection.ids.shape[1]}
     backend = resolve(options, query.device, query.dtype, **widths).sparse_attention
     selected = (selection.ids, selection.counts)
-    settings = (scale, value_dim, backend, options.workspace_bytes)
+    settings = (scale, value_dim, backend, options.attention_bytes)
     return _sparse_attention(query, kv, *selected, sink, *settings)
 
 

@@ -106,7 +106,7 @@ def _block_slots(ids: Tensor, slot_bytes: int, row_bytes: int, workspace_bytes: 
     slot_bytes += ID_BYTES
     if workspace_bytes < row_bytes + topk * slot_bytes:
         raise ConfigError(
-            f"ops.workspace_bytes is {workspace_bytes}; sparse attention over {topk} keys needs at "
+            f"ops.attention_bytes is {workspace_bytes}; sparse attention over {topk} keys needs at "
             f"least {row_bytes + topk * slot_bytes}, for one row"
         )
     budget = workspace_bytes if ids.is_cuda else min(workspace_bytes, CPU_BLOCK_BYTES)
