@@ -57,13 +57,13 @@ def case_of(folder: Path, dtype: str, targets: tuple[str, ...], **sections: Any)
         **{"data": {"pack_length": 400}, **sections},
         model={"dtype": dtype},
         lora={"r": 8, "targets": list(targets)},
-        ops={"workspace_bytes": WORKSPACE, "expert_bytes": EXPERTS},
+        ops={"workspace_bytes": WORKSPACE, "expert_bytes": EXPERTS, "attention_bytes": WORKSPACE},
     )
 
 
 def model_of(case: Case, mesh=None) -> DsaForCausalLM:
     dtype = getattr(torch, case.run.model.dtype)
-    ops = OpOptions(workspace_bytes=WORKSPACE, expert_bytes=EXPERTS)
+    ops = OpOptions(workspace_bytes=WORKSPACE, expert_bytes=EXPERTS, attention_bytes=WORKSPACE)
     options = resolve(ops, torch.device("cpu"), dtype)
     model = load_model(
         Path(case.run.model.path), dtype=dtype, device="cpu", options=options,
