@@ -34,7 +34,7 @@ RANKS, LENGTH, ITEM = 4, 160, 4  # float32
 PACKS = ([3, 130, 20], [90])  # the last rank of the second has nothing but padding
 SPLITS = {
     "ep 2": {"cp": 4, "ep": 2},
-    "ep 4, traded": {"cp": 4, "ep": 4, "balance_indexer": "on"},
+    "ep 4, traded": {"cp": 4, "ep": 4, "balance_indexer": "on", "targets": ("o_proj", "down_proj")},
     "ep 2, zigzag": {"cp": 4, "ep": 2, "partition": "zigzag"},
 }
 ITEMS = {
@@ -52,6 +52,8 @@ ITEMS = {
 
 def record(rank: int, size: int, folder: Path, settings: dict) -> dict[str, Any]:
     """One step of two microbatches."""
+    settings = dict(settings)
+    targets = settings.pop("targets", EVERY_TARGET)
     parallel = ParallelConfig(shard_weights=True, **settings)
     mesh = Mesh.create(parallel, torch.device("cpu"))
     options = OpOptions(index_topk="reference", sparse_attention="reference")
@@ -61,7 +63,7 @@ def record(rank: int, size: int, folder: Path, settings: dict) -> dict[str, Any]
     )  # fmt: skip
     assert isinstance(model.weights, ShardedWeights)
     shares = [unit.share for unit in model.weights.units]
-    inject(model, LoraConfig(r=2, alpha=4.0, targets=EVERY_TARGET))
+    inject(model, LoraConfig(r=2, alpha=4.0, targets=targets))
     session = Session(
         model, trainable_parameters(model), optim=OptimConfig(warmup_steps=0), total_steps=1,
         mesh=mesh, partition=parallel.partition, balance_indexer=parallel.balance_indexer,
@@ -122,9 +124,10 @@ def steps(request, tiny_checkpoints) -> tuple[dict, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_checkpoints) -> dict[str, Any]:
-    """One rank."""
-    return run_ranks(1, record, tiny_checkpoints["glm_moe_dsa"], {"cp": 1})[0]
+def alone(tiny_checkpoints, steps) -> dict[str, Any]:
+    """One rank, with the same adapters."""
+    settings = {"cp": 1, "targets": steps[0].get("targets", EVERY_TARGET)}
+    return run_ranks(1, record, tiny_checkpoints["glm_moe_dsa"], settings)[0]
 
 
 def test_the_recorded_steps_are_right(steps, alone):
@@ -149,7 +152,7 @@ def expected(settings: dict, ranks: list[dict], rank: int) -> Counter:
                 slots = expert_slots(config, settings["ep"], ranks, rank, microbatch, unit)
             budget = layer_budget(
                 config, unit - 1, rows=LENGTH // RANKS, cp=RANKS, ep=settings["ep"], itemsize=ITEM,
-                slots=slots, traded=mine["traded"][microbatch],
+                slots=slots, traded=mine["traded"][microbatch], remade="targets" not in settings,
             )  # fmt: skip
             for (phase, item), count in budget.items():
                 bytes_of[phase, unit, item] += count

@@ -15,6 +15,7 @@ def layer_budget(
     itemsize: int,
     slots: tuple[int, int],
     traded: tuple[int, int] = (0, 0),
+    remade: bool = True,
 ) -> Counter[tuple[str, str]]:
     """By (pass, item), without the weights. A recompute pass is assumed.
 
@@ -23,6 +24,7 @@ def layer_budget(
         itemsize: bytes of an activation.
         slots: (row, expert) pairs that leave this rank for another's expert, and that come here.
             Each brings its weight along; the gradient of the weight goes the other way.
+        remade: whether recompute makes the experts' outputs.
         traded: rows that the indexer sends to and receives from the mirror.
     """
     latent = (cp - 1) * rows * (config.kv_lora_rank + config.qk_rope_head_dim)
@@ -38,7 +40,8 @@ def layer_budget(
     if config.mlp_layer_types[layer] == "sparse":
         leave, come = slots
         for phase in ("forward", "recompute", "backward"):
-            rows = (leave + come) * config.hidden_size * itemsize
+            there_and_back = leave + come if remade or phase != "recompute" else come
+            rows = there_and_back * config.hidden_size * itemsize
             bytes_of[phase, "expert rows"] = rows + 4 * (leave if phase == "backward" else come)
         for phase in ("forward", "recompute"):
             bytes_of[phase, "expert counts"] = (ep - 1) * config.n_routed_experts // ep * 8

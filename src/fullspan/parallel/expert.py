@@ -5,7 +5,9 @@
                sorted by local expert, on the rank of their expert
     combine    the inverse, for the experts' outputs
 
-The latter two are all-to-alls with autograd, and the adjoint of each is the other. The sizes of
+    follow     what `dispatch` does with rows, without autograd: the adjoint of `combine`
+
+The middle two are all-to-alls with autograd, and the adjoint of each is the other. The sizes of
 their parts depend on the router, so the host has to know them: it asks once, for all exchanges of a
 layer's pass, and what is launched between `start` and `wait` keeps the device busy meanwhile. What
 an exchange needs to know lives in the Dispatch that `dispatch` returns and is gone with it. On one
@@ -79,15 +81,12 @@ class PendingRoutes:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Slots on the rank of their experts, and the way back.
+    """The way of some slots to their experts and back.
 
-    rows, weights   sorted by local expert
-    order    place among the received slots of each slot of `rows`, and the inverse; None on one
-             rank
+    order    place among the received slots of each slot at the experts, and the inverse; None on
+             one rank
     """
 
-    rows: Float[Tensor, "slots hidden"]
-    weights: Float32[Tensor, "slots"]
     route: Route
     order: tuple[Int64[Tensor, "slots 1"], Int64[Tensor, "slots 1"]] | None = None
 
@@ -134,28 +133,37 @@ class ExpertParallel:
 
     def dispatch(
         self, slots: Float[Tensor, "slots hidden"], weights: Float32[Tensor, "slots"], route: Route
-    ) -> Dispatch:
-        """`slots` sorted by expert to their experts' ranks."""
+    ) -> tuple[Float[Tensor, "here hidden"], Float32[Tensor, "here"], Dispatch]:
+        """`slots` sorted by expert to their experts' ranks, sorted by local expert there."""
         if self.group is None or route.incoming is None:
-            return Dispatch(slots, weights, route)
-        way = route.sent, route.received, self.group
-        slots = _Exchange.apply(slots, *way)
-        weights = _Exchange.apply(weights[:, None], *way)
+            return slots, weights, Dispatch(route)
         order = _by_expert(route.incoming, sum(route.received))
         places = order[:, None], inverse(order)[:, None]
-        slots = gather_rows(slots, *places, backend=self.backend)
+        way = route.sent, route.received, self.group
+        slots = gather_rows(_Exchange.apply(slots, *way), *places, backend=self.backend)
+        weights = _Exchange.apply(weights[:, None], *way)
         weights = gather_rows(weights, *places, backend=self.backend).squeeze(1)
-        return Dispatch(slots, weights, route, places)
+        return slots, weights, Dispatch(route, places)
 
     def combine(
-        self, out: Float[Tensor, "slots hidden"], dispatch: Dispatch
-    ) -> Float[Tensor, "sent hidden"]:
-        """The experts' outputs for `dispatch.rows`, back in the order of the dispatched slots."""
+        self, out: Float[Tensor, "here hidden"], dispatch: Dispatch
+    ) -> Float[Tensor, "slots hidden"]:
+        """The experts' outputs, back in the order of the dispatched slots."""
         if self.group is None or dispatch.order is None:
             return out
         order, arrival = dispatch.order
         out = gather_rows(out, arrival, order, backend=self.backend)
         return _Exchange.apply(out, dispatch.route.received, dispatch.route.sent, self.group)
+
+    def follow(
+        self, gradient: Float[Tensor, "slots hidden"], dispatch: Dispatch
+    ) -> Float[Tensor, "here hidden"]:
+        """The gradient of what `combine` was given, from that of what it gave."""
+        if self.group is None or dispatch.order is None:
+            return gradient
+        way = dispatch.route.sent, dispatch.route.received, self.group
+        arrived = all_to_all_rows(gradient, *way, "gradients of rows of experts")
+        return gather_rows(arrived, *dispatch.order, backend=self.backend)
 
 
 def inverse(order: Int64[Tensor, "slots"]) -> Int64[Tensor, "slots"]:

@@ -160,10 +160,11 @@ class Layer:
     def recompute_moments(self) -> dict[str, Bytes]:
         """Where the second forward peaks: {moment: bytes beside the layer's input by item}.
 
-        With experts that is in their last chunk of rows, after the shared expert: on the way back
-        the rows they were given, their outputs, these in the order of arrival, and what came
-        from other ranks exist at once; at a product the rows, the dequantised weights, and at the
-        second one what goes in and comes out.
+        With experts that is in their last chunk of rows, after the shared expert: on the way there
+        what is sent, what arrives and this by expert; at the first product the rows and the
+        dequantised weights; then the rows and what the second product would read. Only where that
+        one has an adapter it is made: then what goes in and comes out, and on the way back the
+        rows, the outputs, these in the order of arrival, and what comes.
         """
         streams = self._streams() + self.input()  # and the gradient of the layer's output
         # Outputs of routed and shared experts; of a dense layer with the residual.
@@ -174,21 +175,19 @@ class Layer:
             streams += self._finished_chunks() + self.input()  # the shared expert's output
             moved = self.case.busiest_chunk_slots * self.case.model.hidden_size * self.case.item
             given = 0 if self.has("mlp.experts.gate_up_proj") else moved
-            adapted = self.has("mlp.experts.down_proj")
-            # Its input, which an adapter keeps, and its output, to which an adapter's is added.
-            second = 2 * moved if adapted else moved + self._gated()
             ways = 2 if self.case.ep > 1 else 0
-            for name, items in {
-                "experts": {"expert exchange": given + (1 + ways) * moved},
-                "expert products": {
-                    "expert exchange": given,
-                    "dequantised weights": self.dequantised(),
-                },
-                "second expert product": {
-                    "expert exchange": given + second,
-                    "dequantised weights": self.dequantised(down=True),
-                },
-            }.items():
+            adapted = self.has("mlp.experts.down_proj")
+            saved = (2 + adapted) * self._gated()  # not there when the rows arrive
+            exchanges = {
+                "expert rows": (given + ways * moved - saved, 0),
+                "expert products": (given, self.dequantised()),
+                "expert gates": (given + self._gated(), 0),
+            }
+            if adapted:  # and its input kept
+                exchanges["second expert product"] = given + 2 * moved, self.dequantised(down=True)
+                exchanges["experts"] = given + (1 + ways) * moved, 0
+            for name, (exchange, weights) in exchanges.items():
+                items = {"expert exchange": exchange, "dequantised weights": weights}
                 moments[name] = self._with_saved({STREAMS: streams, **items})
         return moments
 

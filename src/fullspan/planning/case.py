@@ -172,6 +172,11 @@ class Case:
         shape = Shape(keys=self.pack, workspace=workspace, widths=widths, backends=backends)
         return gpu(name, shape, folder)
 
+    def remakes_outputs(self, layer: int) -> bool:
+        """Whether recompute makes the outputs of a layer's experts: where their second projection
+        has an adapter, which keeps what it reads (models/common/moe.py)."""
+        return any(a.routed and a.down and a.layer == layer for a in self.adapters)
+
     @cached_property
     def work(self) -> Work:
         """Attention and indexer of one pack."""

@@ -229,6 +229,11 @@ class Adapter:
     routed: bool
     products: float
 
+    @property
+    def down(self) -> bool:
+        """Whether it is on a second projection."""
+        return self.module.endswith("down_proj")
+
 
 @functools.cache
 def adapters(config: DsaConfig, lora: LoraConfig) -> tuple[Adapter, ...]:
@@ -336,7 +341,8 @@ def flops(
     """FLOPs of one pack.
 
     projections, experts   2 FLOPs per active weight, row and pass (anchors: "body 2 x 40e9 per
-                pass"); kv_b_proj counts once, absorbed or not: its halves act on query and output
+                pass"); kv_b_proj counts once, absorbed or not: its halves act on query and output;
+                recompute leaves out the experts' second projection unless it has an adapter
     attention   2 K heads (qk + value) forward, 2 K heads (3 qk + 2 value) backward for each row
                 and the K keys it attends to (ops/sparse_attention/README.md)
     indexer     2 index_heads index_dim per (query, key) pair, in the forward pass alone, on full
@@ -350,6 +356,13 @@ def flops(
     every = [w for layer in layers for w in layer if len(w.shape) > 1]
     indexer = sum(w.numel for w in every if ".indexer." in w.name)
     routed = sum(w.numel for w in every if w.routed) * share
+    remade = {a.layer for a in adapters(config, lora) if a.routed and a.down}
+    unread = share * sum(
+        w.numel
+        for n, layer in enumerate(layers)
+        for w in layer
+        if w.routed and "down_proj" in w.name and n not in remade
+    )
     dense = sum(w.numel for w in every if not w.routed) - indexer
     adapted = sum(adapter.products for adapter in adapters(config, lora))
     heads, value = config.num_attention_heads, config.kv_lora_rank
@@ -359,10 +372,10 @@ def flops(
     full = config.indexer_types.count("full")
     head = 2.0 * trained * work.rows * config.vocab_size * config.hidden_size
 
-    def passes(forward: float, backward: float) -> dict[str, float]:
+    def passes(forward: float, backward: float, unread: float = 0.0) -> dict[str, float]:
         return {
             "forward": forward,
-            "recompute": forward if recompute else 0.0,
+            "recompute": forward - unread if recompute else 0.0,
             "backward": backward,
         }
 
@@ -370,7 +383,7 @@ def flops(
     return Flops(
         parts={
             "projections": passes(rows * dense, rows * dense),
-            "experts": passes(rows * routed, rows * routed),
+            "experts": passes(rows * routed, rows * routed, rows * unread),
             "attention": passes(attended * (qk + value), attended * (3 * qk + 2 * value)),
             "indexer": {"forward": score * full + rows * indexer},
             "LoRA": passes(rows * adapted, 2 * rows * adapted),

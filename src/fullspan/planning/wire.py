@@ -149,8 +149,9 @@ class Traffic:
         if model.mlp_layer_types[unit - 1] != "sparse" or case.ep == 1:
             return
         away = case.slots * (case.ep - 1) // case.ep
-        # Rows that come, each with its weight, and rows that return.
-        rows = away * (2 * model.hidden_size * case.item + 4)
+        # Rows that come, each with its weight, and rows that return, where something reads them.
+        ways = 1 if phase == "recompute" and not case.remakes_outputs(unit - 1) else 2
+        rows = away * (ways * model.hidden_size * case.item + 4)
         counts = case.chunks * (case.ep - 1) * model.n_routed_experts // case.ep * 8
         parts = {"expert rows": rows, "expert counts": 0 if phase == "backward" else counts}
         for item, received in parts.items():

@@ -32,10 +32,12 @@ def work(case: Case, counted: Flops, phase: str, *, scored: float) -> Work:
         found["indexer", "indexer"] = counted.of("indexer", phase) * scored
     for adapted, layers in _alike(case):
         weights = layer_weights(case.model, layers[0])
+        unread = phase == "recompute" and not case.remakes_outputs(layers[0])
+        sparse = case.model.mlp_layer_types[layers[0]] == "sparse"
         for place, amount in (
-            *_products(case, weights, forward=phase == "forward"),
+            *_products(case, weights, forward=phase == "forward", unread=unread),
             *_adapters(case, weights, adapted, back=back),
-            *_rows(case, sparse=case.model.mlp_layer_types[layers[0]] == "sparse", back=back),
+            *_rows(case, sparse=sparse, back=back, unread=unread),
         ):
             found[place] += amount * len(layers)
     return {place: amount for place, amount in found.items() if amount}
@@ -67,14 +69,16 @@ def _rows_of(case: Case, weight: Weight) -> float:
     return case.busiest_slots / held if weight.routed else case.rows
 
 
-def _products(case: Case, weights: Sequence[Weight], *, forward: bool) -> Iterator:
+def _products(case: Case, weights: Sequence[Weight], *, forward: bool, unread: bool) -> Iterator:
     """A frozen weight meets its rows in each pass, and is dequantised for it where it is FP8: an
     element read, one of the activations' written; kv_b_proj twice, once for each half, those of
-    experts for every chunk of rows. The indexer's products are counted with its scores
-    (model_cost.flops)."""
+    experts for every chunk of rows. unread: the outputs of the experts are, and are not made. The
+    indexer's products are counted with its scores (model_cost.flops)."""
     for weight in weights:
         part = _part(weight)
         if len(weight.shape) < 2 or (part == "indexer" and not forward):
+            continue
+        if unread and weight.routed and "down_proj" in weight.name:
             continue
         held = weight.numel // (case.ep if weight.routed else 1)
         kind = "float32" if weight.wide else "experts" if weight.routed else "projections"
@@ -110,7 +114,7 @@ def _adapters(
             yield (_part(weight), "elementwise"), here * moved * item
 
 
-def _rows(case: Case, *, sparse: bool, back: bool) -> Iterator:
+def _rows(case: Case, *, sparse: bool, back: bool, unread: bool) -> Iterator:
     """Bytes of what is no product, adapters aside. A norm reads and writes a row, and reads another
     in the backward pass; gate, up and their product likewise."""
     model, rows, item = case.model, case.rows, case.item
@@ -137,7 +141,7 @@ def _rows(case: Case, *, sparse: bool, back: bool) -> Iterator:
     )
     if not back and case.ep > 1:
         yield ("experts", "waits"), 1
-    # Rows into the experts' order and slots back into rows; among ranks also into the order of
-    # arrival, and back.
-    moved = 3 * case.slots + rows + (4 * case.busiest_slots if case.ep > 1 else 0)
-    yield ("experts", "permute"), moved * hidden * item
+    # Rows into the experts' order; among ranks also into the order of arrival. Then the way back.
+    among = 2 * case.busiest_slots if case.ep > 1 else 0
+    there, away = 2 * case.slots + among, 0 if unread else case.slots + rows + among
+    yield ("experts", "permute"), (there + away) * hidden * item

@@ -1,5 +1,6 @@
 """The router's choice, and rows that go to the experts in chunks."""
 
+import pytest
 import torch
 
 from fullspan.models.common.mlp import GatedMLP
@@ -59,6 +60,23 @@ def test_router_and_experts_against_the_formula():
         moe = make(groups=groups, topk_group=topk_group)
         wanted = torch.stack([by_hand(moe, row) for row in x])
         assert relative(moe(x, ExpertParallel(experts=EXPERTS)), wanted) < 1e-6
+
+
+@pytest.mark.parametrize("expert_bytes", [1 << 30, 1])
+def test_values_that_nobody_reads_are_not_made(expert_bytes):
+    """Recompute: the gradient is that of the whole forward pass, to the bit, the output is not
+    set.
+    """
+    moe, parallel = make(expert_bytes), ExpertParallel(experts=EXPERTS)
+    seed = torch.randn(ROWS, HIDDEN)
+    found = []
+    for unread in (False, True):
+        x = rows().requires_grad_()
+        out = moe(x, parallel, unread=unread)
+        out.backward(seed)
+        found.append((out.detach(), x.grad))
+    assert found[1][0].isnan().all() and found[0][0].isfinite().all()
+    assert torch.equal(found[1][1], found[0][1])
 
 
 def test_chunks_change_nothing_and_stay_within_the_workspace(monkeypatch):

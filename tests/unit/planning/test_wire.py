@@ -23,10 +23,14 @@ RANKS = 4
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_of_every_layer_and_pass(glm, ep, dtype):
+@pytest.mark.parametrize("target", ["experts.down_proj", "down_proj"])
+def test_bytes_of_every_layer_and_pass(glm, ep, dtype, target):
     """Slots spread evenly, weights sharded."""
     parallel = {"cp": RANKS, "ep": ep, "shard_weights": True, "balance_indexer": "off"}
-    case = tiny_case(glm, world=RANKS, parallel=parallel, model={"dtype": dtype})
+    case = tiny_case(
+        glm, world=RANKS, parallel=parallel, model={"dtype": dtype},
+        lora={"r": 3, "targets": [target, "o_proj"]},
+    )  # fmt: skip
     leaving = case.slots * (ep - 1) // ep
     wanted: Counter = Counter()
     units = unit_weights(case.model)
@@ -35,7 +39,7 @@ def test_bytes_of_every_layer_and_pass(glm, ep, dtype):
     for unit in layers:
         budget = layer_budget(
             case.model, unit - 1, rows=case.rows, cp=RANKS, ep=ep, itemsize=case.item,
-            slots=(leaving, leaving),
+            slots=(leaving, leaving), remade=target.startswith("experts"),
         )  # fmt: skip
         for (phase, item), count in budget.items():
             wanted[phase, unit, item] += count

@@ -78,6 +78,12 @@ class GroupedLinear(FrozenProjection):
         """x: slots sorted by expert; counts: slots of each expert, summing to the slots of x."""
         return _grouped(x, self.frozen, counts)
 
+    def adjoint(
+        self, grad: Float[Tensor, "slots out"], counts: Int64[Tensor, "experts"]
+    ) -> Float[Tensor, "slots in"]:
+        """The gradient of x from that of the result, without autograd."""
+        return _grouped_mm(grad, self.frozen, counts, adjoint=True)
+
     def extra_repr(self) -> str:
         held = f"experts={len(self.held)} of {self.experts}"
         return f"{held}, in={self.in_features}, out={self.out_features}"

@@ -7,11 +7,13 @@ applied between the two projections, where a row is a third as wide, so that no 
 has to be kept for the weight's gradient. Nothing here depends on how many ranks there are.
 """
 
+from collections.abc import Callable
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from fullspan.models.common.linear import GroupedLinear
 from fullspan.models.common.mlp import GatedMLP
@@ -106,15 +108,41 @@ class GroupedExperts(nn.Module):
         self.gate_up_proj = GroupedLinear(experts, hidden, 2 * intermediate, held=held)
         self.down_proj = GroupedLinear(experts, intermediate, hidden, held=held)
 
+    def gated(
+        self,
+        x: Float[Tensor, "slots hidden"],
+        weights: Float32[Tensor, "slots"],
+        counts: Int64[Tensor, "experts"],
+    ) -> Float[Tensor, "slots inner"]:
+        """What the second projection reads, times weights: `x` is sorted by expert, `counts[e]` of
+        its rows are expert e's.
+        """
+        return swiglu(self.gate_up_proj(x, counts), weights=weights, backend=self.backend)
+
     def forward(
         self,
         x: Float[Tensor, "slots hidden"],
         weights: Float32[Tensor, "slots"],
         counts: Int64[Tensor, "experts"],
     ) -> Float[Tensor, "slots hidden"]:
-        """Outputs times weights; `x` sorted by expert, `counts[e]` of its rows are expert e's."""
-        gated = swiglu(self.gate_up_proj(x, counts), weights=weights, backend=self.backend)
-        return self.down_proj(gated, counts)
+        """Outputs times weights, see `gated`."""
+        return self.down_proj(self.gated(x, weights, counts), counts)
+
+
+class _Unread(torch.autograd.Function):
+    """Stands for a linear function of x whose values nobody reads: memory without values, and its
+    adjoint.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: torch.Size, adjoint: Callable[[Tensor], Tensor]):
+        ctx.adjoint = adjoint
+        return x.new_empty(shape)
+
+    @staticmethod
+    @once_differentiable  # which hides the parameters' names from pyright
+    def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.adjoint(grads[0]), None, None
 
 
 class MixtureOfExperts(nn.Module):
@@ -141,8 +169,11 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = shared_experts
 
     def forward(
-        self, x: Float[Tensor, "rows hidden"], parallel: ExpertParallel
+        self, x: Float[Tensor, "rows hidden"], parallel: ExpertParallel, *, unread: bool = False
     ) -> Float[Tensor, "rows hidden"]:
+        """unread: nobody reads the values of the output, as in recompute, which is for the graph:
+        what makes only them is left out, and they are not set.
+        """
         routing = self.gate(x)
         # As many chunks on every rank: all hold as many rows.
         rows = self._chunk_rows(x)
@@ -150,7 +181,7 @@ class MixtureOfExperts(nn.Module):
         routes = parallel.start(torch.stack([part.counts for part in slots]))
         shared = self.shared_experts(x)  # while the host waits for the sizes
         chunks = zip(x.split(rows), routing.weights.split(rows), slots, routes.wait())
-        out = [self._exchanged(*chunk, parallel) for chunk in chunks]
+        out = [self._exchanged(*chunk, parallel, unread) for chunk in chunks]
         routed = out.pop() if len(out) == 1 else torch.cat(out)
         out.clear()
         return routed.add_(shared)
@@ -170,18 +201,25 @@ class MixtureOfExperts(nn.Module):
         slots: Slots,
         route: Route,
         parallel: ExpertParallel,
+        unread: bool,
     ) -> Float[Tensor, "rows hidden"]:
         rows, chosen = weights.shape
         order, places = slots.order[:, None], slots.places[:, None]
         row_of_slot, slots_of_row = order // chosen, places.view(rows, chosen)
         # Nested calls, so that no name keeps the rows of a step alive through the next one.
-        dispatch = parallel.dispatch(
+        here, weights, dispatch = parallel.dispatch(
             gather_rows(x, row_of_slot, slots_of_row, backend=self.backend),
             gather_rows(weights.view(-1, 1), order, places, backend=self.backend).squeeze(1),
             route,
         )
-        out = parallel.combine(
-            self.experts(dispatch.rows, dispatch.weights, route.counts), dispatch
-        )
+        second = self.experts.down_proj
+        if unread and isinstance(second, GroupedLinear):  # an adapter keeps what it makes
+
+            def adjoint(gradient: Tensor) -> Tensor:
+                gradient = gather_rows(gradient, row_of_slot, slots_of_row, backend=self.backend)
+                return second.adjoint(parallel.follow(gradient, dispatch), route.counts)
+
+            return _Unread.apply(self.experts.gated(here, weights, route.counts), x.shape, adjoint)
+        out = parallel.combine(self.experts(here, weights, route.counts), dispatch)
         # In the order of the choices and without atomics: the same sum on every run.
         return gather_rows(out, slots_of_row, row_of_slot, backend=self.backend)

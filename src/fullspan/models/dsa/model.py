@@ -50,8 +50,10 @@ class DecoderLayer(nn.Module):
         out, selection = self.self_attn(self.input_layernorm(x), angles, sequence, inherited, kept)
         x = x + out
         normed = self.post_attention_layernorm(x)
-        extra = (sequence.experts,) if self.sparse else ()
-        return x + self.mlp(normed, *extra), selection
+        if not isinstance(self.mlp, MixtureOfExperts):
+            return x + self.mlp(normed), selection
+        # Of a recompute the graph is wanted, not what comes out.
+        return x + self.mlp(normed, sequence.experts, unread=kept is not None), selection
 
 
 class LanguageModelHead(Linear):
