@@ -31,7 +31,7 @@ from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import hopper_backend, triton_backend
 from fullspan.ops.sparse_attention.chunks import choose_rows
-from fullspan.ops.sparse_attention.op import AttentionCall
+from fullspan.ops.sparse_attention.op import AttentionCall, row_products
 
 ROUNDED = "hopper_fp8_of_bf16"  # by ops.index_scores, which rounds the inputs first
 CASES = Path(__file__).parent / "cases.toml"
@@ -112,28 +112,30 @@ def attention_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
 
     dkv = torch.empty(kv.shape, device="cuda")
 
-    def backward(selection: Selection) -> None:
+    def backward(selection: Selection, *, last: bool) -> None:
         call = AttentionCall(
             selection=selection, pack=case["keys"], heads=heads, qk=qk, value_dim=VALUE,
             dtype=query.dtype, scale=qk**-0.5, backend=case["backend"], workspace=workspace,
+            last=last,
         )  # fmt: skip
+        delta = row_products(grad, out, case["backend"])
         for span in call.spans:
-            call.backward(span, grad[span], query[span], kv, out[span], lse[span], dkv)
+            call.backward(span, grad[span], query[span], kv, delta[span], lse[span], dkv)
 
-    yield "backward", work, lambda: backward(Selection(ids, counts))
+    yield "backward", work, lambda: backward(Selection(ids, counts), last=True)
     sizes = backend.sizes(query.device, query.dtype, (heads, qk, topk), VALUE, case["keys"], 0)
-    span, chunk = choose_rows(sizes, rows, workspace)
+    chunk, _, block = choose_rows(sizes, rows, workspace)
 
     def plan_all() -> None:
-        for first in range(0, rows, span):
-            part = slice(first, first + span)
+        for first in range(0, rows, block):
+            part = slice(first, first + block)
             backend.plan(ids[part], counts[part], sizes, chunk)
 
     yield "plan", 0.0, plan_all
     planned = Selection(ids, counts)
-    backward(planned)
+    backward(planned, last=False)
     if planned.plans:
-        yield "backward_planned", work, lambda: backward(planned)
+        yield "backward_planned", work, lambda: backward(planned, last=False)
 
 
 def index_runs(case: Case) -> Iterator[tuple[str, float, Run]]:

@@ -13,8 +13,8 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fullspan.errors import ConfigError
-from fullspan.ops.rope import op
-from fullspan.ops.rope.op import Yarn, apply_rope, inverse_frequencies, rope_angles
+from fullspan.ops.rope import op, reference
+from fullspan.ops.rope.op import Yarn, apply_rope, inverse_frequencies, rope_angles, rope_into
 
 POSITIONS = torch.tensor([0, 1, 2, 77, 4095, 131_071, 202_751, 1_048_575])
 YARNS = [
@@ -138,6 +138,41 @@ def test_gradient(interleaved):
     assert torch.autograd.gradgradcheck(apply, (x,))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_written_into_a_part_of_a_tensor_and_in_place(interleaved, inverse):
+    cos, sin = rope_angles(POSITIONS, *inverse_frequencies(8, 10_000.0))
+    x, room = torch.randn(len(POSITIONS), 2, 20), torch.zeros(len(POSITIONS), 2, 11)
+    settings = {"interleaved": interleaved, "inverse": inverse}
+    rope_into(x[..., 7:15], cos, sin, room[..., 3:], **settings)
+    wanted = apply_rope(x[..., 7:15], cos, -sin if inverse else sin, interleaved=interleaved)
+    assert torch.equal(room[..., 3:], wanted) and not room[..., :3].any()
+    rope_into(x[..., 7:15], cos, sin, x[..., 7:15], **settings)
+    assert torch.equal(x[..., 7:15], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_the_kernel_turns_as_the_reference_does(dtype, interleaved, inverse):
+    """Widths and heads that are no power of two, rows of any stride; in place too."""
+    device = pytest.importorskip("tests.support.triton_interpreter").DEVICE
+    from fullspan.ops.rope import triton_backend
+
+    cos, sin = (angle.to(device) for angle in rope_angles(POSITIONS, *inverse_frequencies(12, 1e4)))
+    for x in (torch.randn(8, 5, 20)[..., 7:19], torch.randn(8, 5, 12), torch.randn(8, 12)):
+        x = x.to(device, dtype)
+        room = torch.full((*x.shape[:-1], 13), torch.nan, dtype=dtype, device=device)
+        wanted = torch.empty_like(x)
+        reference.rotate(x, cos, sin, interleaved, inverse, wanted)
+        triton_backend.rotate(x, cos, sin, interleaved, inverse, room[..., 1:])
+        close = {"rtol": 0, "atol": 1e-6 if dtype == torch.float32 else 2e-3}
+        torch.testing.assert_close(room[..., 1:], wanted, **close)
+        assert room[..., 0].isnan().all()
+        triton_backend.rotate(x, cos, sin, interleaved, inverse, x)
+        torch.testing.assert_close(x, wanted, **close)
+
+
 def test_no_rows():
     cos, sin = rope_angles(torch.arange(0), *inverse_frequencies(8, 10_000.0))
     assert apply_rope(torch.zeros(0, 2, 8), cos, sin, interleaved=True).shape == (0, 2, 8)
@@ -149,7 +184,10 @@ def test_operator_registration(dtype, inverse):
     cos, sin = rope_angles(POSITIONS, *inverse_frequencies(8, 10_000.0))
     for x in (torch.randn(8, 3, 8), torch.randn(8, 8), torch.randn(8, 3, 12)[..., :8]):
         x = x.to(dtype).requires_grad_()
-        torch.library.opcheck(op._rope, (x, cos, sin, True, inverse))
+        torch.library.opcheck(op._rope, (x, cos, sin, True, inverse, "reference"))
+        x = x.detach()
+        given = (torch.empty_like(x), x, cos, sin, True, inverse, "reference")
+        torch.library.opcheck(op._rope_into, given)
 
 
 @pytest.mark.parametrize("rope_dim", [0, 7, -2])

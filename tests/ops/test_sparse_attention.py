@@ -9,6 +9,7 @@ from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import op, reference
 from fullspan.ops.sparse_attention.op import (
+    row_products,
     sparse_attention,
     sparse_attention_backward,
     sparse_attention_forward,
@@ -229,7 +230,8 @@ def raw(dtype=torch.float32, rows: int = 60, keys: int = 300, topk: int = 200):
 def both_passes(tensors, settings, grad, workspace: int) -> list[Tensor]:
     out, lse = sparse_attention_forward(*tensors, *settings, workspace)
     dkv = torch.full_like(tensors[1], torch.nan, dtype=lse.dtype)
-    given = (grad, *tensors, out, lse, dkv, [], *settings, workspace, False)
+    delta = row_products(grad, out, "reference")
+    given = (grad, *tensors, delta, lse, dkv, [], 0, *settings, workspace, False)
     dquery, dsink = sparse_attention_backward(*given)
     return [out, lse, dquery, dkv, dsink]
 
@@ -266,7 +268,7 @@ def test_memory_is_bounded_whatever_the_number_of_keys(dtype, keys):
     out, lse = results.pop()
     assert peak - nbytes(out, lse) <= workspace and largest <= workspace
     dkv = torch.empty(tensors[1].shape)
-    given = (grad, *tensors, out, lse, dkv, (), *settings, False)
+    given = (grad, *tensors, lse.clone(), lse, dkv, (), 0, *settings, False)
     peak, largest = allocations(lambda: results.append(reference.backward(*given)))
     assert peak - nbytes(*results[0]) <= workspace and largest <= workspace
 
@@ -293,5 +295,6 @@ def test_operator_registration(dtype, with_sink):
     out, lse = sparse_attention_forward(*detached, *raw_settings)
     dkv = lse.new_zeros(kv.shape)
     for add in (False, True):
-        given = (out, *detached, out.clone(), lse, dkv, [], *raw_settings, add)
+        given = (out, *detached, lse.clone(), lse, dkv, [], 0, *raw_settings, add)
         torch.library.opcheck(sparse_attention_backward, given)
+    torch.library.opcheck(op._row_products, (out, out.clone(), "reference"))

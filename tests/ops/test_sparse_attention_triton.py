@@ -4,6 +4,7 @@ CPU, compiled on a GPU.
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 import torch
@@ -21,22 +22,30 @@ WORKSPACE = 1 << 30
 
 
 def run(
-    case: Attention, workspace: int = WORKSPACE, plan: plans.Plan | None = None
+    case: Attention,
+    workspace: int = WORKSPACE,
+    plan: plans.Plan | None = None,
+    chunk: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """out, lse, dquery, dkv, dsink by the kernels, the backward from their own forward."""
     inputs = (case.query, case.kv, case.ids, case.counts)
     settings = (case.sink, case.scale, case.value_dim, workspace)
     out, lse = triton_backend.forward(*inputs, *settings)
     dkv = torch.full(case.kv.shape, torch.nan, device=DEVICE)
-    given = (case.grad, *inputs, out, lse, dkv, list(plan or ()), *settings[:3], "triton")
+    delta = launch.row_products(case.grad, out)
+    given = (case.grad, *inputs, delta, lse, dkv, list(plan or ()), chunk, *settings[:3], "triton")
     dquery, dsink = sparse_attention_backward(*given, workspace, False)
     return out, lse, dquery, dkv, dsink
 
 
 def check(
-    case: Attention, tolerance: float, workspace: int = WORKSPACE, plan: plans.Plan | None = None
+    case: Attention,
+    tolerance: float,
+    workspace: int = WORKSPACE,
+    plan: plans.Plan | None = None,
+    chunk: int = 0,
 ) -> None:
-    got, want = run(case, workspace, plan), exact(case)
+    got, want = run(case, workspace, plan, chunk), exact(case)
     assert torch.equal(got[1].isinf(), want[1].isinf())
     for name, mine, true in zip(
         ("out", "dquery", "dkv"), (got[0], *got[2:4]), (want[0], *want[2:4])
@@ -95,11 +104,11 @@ def test_direct_and_shared_keys_and_chunks(monkeypatch):
     assert plan.mode.tolist() == [1, 0, 0]
     assert int(plan.direct_count[:16].sum()) > 0
     check(case, 2e-6)
-    assert sizing.choose_rows(sizes, 36, 1 << 17) == (16, 16)
+    assert sizing.choose_rows(sizes, 36, 1 << 17).chunk == 16
     check(case, 2e-6, workspace=1 << 17)
     chunked = plans.build_plan(case.ids, case.counts, sizes, 16)
-    assert [chunk.rows for chunk in chunked.chunks(400)] == [16, 16, 4]
-    check(case, 2e-6, plan=chunked)
+    assert [chunk.rows for chunk in chunked.chunks(16)] == [16, 16, 4]
+    check(case, 2e-6, plan=chunked, chunk=16)
 
 
 def test_the_plan_lists_every_pair_once(monkeypatch):
@@ -122,7 +131,9 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
     sizes = triton_backend.sizes(case.query.device, torch.float32, (1, 16, topk), 16, pack, 0)
     plan = plans.build_plan(case.ids, case.counts, sizes, chunk)
     kinds = set()
-    for part in plan.chunks(pack):
+    halves = [(plan.part(slice(0, 32), chunk), 0), (plan.part(slice(32, rows), chunk), 32)]
+    parts = [(plan, 0), *halves]  # a plan, and the same in two spans
+    for plan, begin, part in ((p, at, part) for p, at in parts for part in p.chunks(chunk)):
         start, groups = part.start.tolist(), range(part.groups.start, part.groups.stop)
         leaders, direct = {}, {}
         for group in groups:
@@ -156,8 +167,8 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
             wanted = [
                 row * topk + slot
                 for row in range(part.rows)
-                for slot in range(min(topk, int(case.counts[part.at + row])))
-                if int(case.ids[part.at + row, slot]) == key
+                for slot in range(min(topk, int(case.counts[begin + part.at + row])))
+                if int(case.ids[begin + part.at + row, slot]) == key
             ]
             assert sorted(pairs) == wanted, key
         assert not direct
@@ -216,14 +227,15 @@ def test_probabilities_among_the_partial_rows(monkeypatch):
     parts = {name: torch.cat([getattr(case, name) for case in cases]) for name in names}
     kv = torch.randn(400, 64, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     case = Attention(kv=kv, sink=None, scale=0.2, value_dim=48, **parts)
-    sizes = launch.sizes_of(Fused, case.query, 400, 64, 48, 0)
+    sizes = launch.sizes_of(Fused, case.kv.device, torch.float32, (16, 64, 64), 48, 400, 0)
     assert sizes.fused
     plan = launch.make_plan(Fused, case.ids, case.counts, sizes, 32)
     assert plan.mode.tolist() == [2, 1, 0, 0] and int(plan.direct_count[16:32].sum()) > 0
     inputs = (case.query, case.kv, case.ids, case.counts)
     out, lse = triton_backend.forward(*inputs, None, 0.2, 48, WORKSPACE)
     dkv = torch.full(case.kv.shape, torch.nan, device=DEVICE)
-    given = (case.grad, *inputs, out, lse, dkv, list(plan), None, 0.2, 48, WORKSPACE, False)
+    delta = launch.row_products(case.grad, out)
+    given = (case.grad, *inputs, delta, lse, dkv, list(plan), 32, None, 0.2, 48, WORKSPACE, False)
     dquery, _ = launch.backward(Fused, *given)
     want = exact(case)
     assert error(dquery, want[2]) < 2e-6 and error(dkv, want[3]) < 2e-6
@@ -251,25 +263,38 @@ def test_rows_without_keys():
     assert all(not gradient.any() for gradient in gradients)
 
 
+def test_row_products():
+    for rows, heads, width in ((5, 3, 24), (2, 40, 16), (0, 4, 8)):
+        grad, out = torch.randn(2, rows, heads, width, device=DEVICE).unbind()
+        torch.testing.assert_close(launch.row_products(grad, out), (grad * out).sum(2))
+
+
 def test_chunks_fit_the_workspace():
     """At GLM-5.2's widths: below the budget, not much of it where little is won by more, and rounds
     of the multiprocessors nearly full.
     """
-    for gib, beside in itertools.product((1, 2, 4, 64), (0, 450_000)):
+    for gib, beside, fused in itertools.product((1, 2, 4, 64), (0, 213_000), (True, False)):
         for pack in (8192, 131072, 1 << 20):
             sizes = sizing.Sizes(
-                topk=2048, pack=pack, qk=576, heads=64, itemsize=2, units=132, beside=beside
-            )
-            for rows in (4096, 10007, 16384):
-                span, chunk = sizing.choose_rows(sizes, rows, gib << 30)
-                while_made = span * (sizes.span_bytes + sizes.table_bytes)
-                buffers = chunk * sizes.row_bytes + 8 * pack * -(-span // chunk)
-                assert max(while_made, span * sizes.span_bytes + buffers) <= gib << 30
-                assert chunk % sizing.GROUP == 0 and (span >= rows or span % chunk == 0)
-                assert chunk / (-(-chunk // 132) * 132) > 0.9
-    roomy = sizing.choose_rows(sizes, 4096, 64 << 30)
-    assert roomy[0] == 4096
+                topk=2048, pack=pack, qk=576, heads=64, itemsize=2, units=132, beside=beside,
+                fused=fused,
+            )  # fmt: skip
+            for rows in (4096, 10007, 32768):
+                chunk, span, block = sizing.choose_rows(sizes, rows, gib << 30)
+                assert chunk % sizing.GROUP == 0 and chunk <= span <= block <= rows
+                assert span % chunk == 0 or span == rows
+                assert block % span == 0 or block == rows
+                assert chunk / (-(-chunk // 132) * 132) > 0.85
+                table = block * sizes.table_bytes + 4 * pack * -(-block // chunk)
+                held = max(table, chunk * sizes.row_bytes) + span * (beside + 4 * 2048)
+                kept = sizes.kept_bytes(rows, chunk)
+                held += kept if kept <= gib << 28 else sizes.kept_bytes(block, chunk)
+                assert held <= gib << 30
     little = sizing.Sizes(topk=2048, pack=8192, qk=576, heads=64, itemsize=2, units=132)
-    assert sizing.choose_rows(little, 8192, 16 << 30)[1] < 1200
-    with pytest.raises(ConfigError, match=r"ops\.attention_bytes"):
+    assert sizing.choose_rows(little, 8192, 64 << 30).chunk < 300
+    with pytest.raises(
+        ConfigError, match=r"ops\.attention_bytes is 1048576; .* least (\d+)"
+    ) as caught:
         sizing.choose_rows(sizes, 4096, 1 << 20)
+    least = int(re.search(r"least (\d+)", str(caught.value))[1])
+    assert sizing.choose_rows(sizes, 4096, least).chunk == 16

@@ -106,7 +106,8 @@ def exact(case: Attention) -> tuple[Tensor, ...]:
     settings = (wide.sink, wide.scale, wide.value_dim, 1 << 32)
     out, lse = reference.forward(*inputs, *settings)
     dkv = torch.empty_like(wide.kv)
-    given = (wide.grad, *inputs, out, lse, dkv, (), *settings, False)
+    delta = reference.row_products(wide.grad, out)
+    given = (wide.grad, *inputs, delta, lse, dkv, (), 0, *settings, False)
     dquery, dsink = reference.backward(*given)
     return out, lse, dquery, dkv, dsink
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from fullspan.ops.sparse_attention.chunks import KEPT_SHARE, Sizes, choose_rows, span_rows
+from fullspan.ops.sparse_attention.chunks import Sizes, choose_rows
 from fullspan.planning.case import Case
 from fullspan.planning.model_cost import Adapter
 
@@ -81,8 +81,9 @@ class Layer:
         case, model, item = self.case, self.case.model, self.case.item
         hidden, q_latent, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
         heads, qk = model.num_attention_heads, latent + model.qk_rope_head_dim
-        q_a, q_b, kv_a, out = (
-            f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+        q_a, q_b, kv_a, kv_b, out = (
+            f"self_attn.{name}"
+            for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
         )
         row = {
             "norms": 3 * WIDE,  # 1/rms; what they read comes next, and the layer's input
@@ -90,8 +91,9 @@ class Layer:
             "kv latent": item * qk,
             "normed input": item * hidden if self.has(q_a, kv_a) else 0,
             "query": item * heads * model.qk_head_dim,
-            "attention output and lse": heads * (latent * item + WIDE),
-            "o_proj input": item * heads * model.v_head_dim if self.has(out) else 0,
+            # The kernel's output for an adapter of kv_b_proj, in its place the values without one.
+            "attention output and lse": heads * (latent * item * self.has(kv_b) + WIDE),
+            "values": item * heads * model.v_head_dim * (self.has(out) or not self.has(kv_b)),
             "LoRA": item * self.lows(q_a, q_b, kv_a, out),
         }
         found = {name: case.rows * size for name, size in row.items()}
@@ -218,12 +220,11 @@ class Layer:
         heads = case.rows * model.num_attention_heads * item
         attention = {
             **self.saved_attention,
-            "o_proj input": 0,  # gone by then
+            "values": 0 if self.has("self_attn.kv_b_proj") else heads * model.v_head_dim,
             PLAN: self.plan,
             "LoRA": self.saved_attention["LoRA"] + self.adapter_casts(),
             STREAMS: 2 * stream,
             "gradient of values": heads * model.v_head_dim,
-            "gradient of query": heads * model.qk_head_dim,
             "gradient of gathered latent": ordered * self.gathered_latent // item * WIDE,
             **self.spans,
         }
@@ -304,9 +305,9 @@ class Layer:
     def plan(self) -> int:
         """Of the selection, which the layers that share it hand on in the backward pass; 0 where it
         is too large, and made in every layer."""
-        case, room = self.case, self.case.run.ops.attention_bytes
-        kept = self._sizes.kept_bytes(case.rows, choose_rows(self._sizes, case.rows, room)[1])
-        return kept if kept <= room // KEPT_SHARE else 0
+        rows, room, sizes = self.case.rows, self.case.run.ops.attention_bytes, self._sizes
+        chunk = choose_rows(sizes, rows, room).chunk
+        return sizes.kept_bytes(rows, chunk) if sizes.keeps(rows, chunk, room) else 0
 
     @cached_property
     def spans(self) -> Bytes:
@@ -314,12 +315,12 @@ class Layer:
         take (ops/sparse_attention/chunks.py), and kv_b_proj as it is multiplied."""
         case, model, sizes = self.case, self.case.model, self._sizes
         room = case.run.ops.attention_bytes
-        span, chunk = choose_rows(sizes, case.rows, room)
+        chunk, span, block = choose_rows(sizes, case.rows, room)
         kernels = chunk * sizes.row_bytes + span * (sizes.span_bytes - sizes.beside)
-        kernels -= span * sizes.plan_bytes if self.plan else -4 * case.pack * -(-span // chunk)
+        kernels += 0 if self.plan else sizes.kept_bytes(block, chunk)
         width = model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim)
         return {
-            "attention span": span_rows(case.rows, sizes.beside, room) * sizes.beside,
+            "attention span": span * sizes.beside,
             "kernel workspace": kernels,
             "dequantised weights": width * model.kv_lora_rank * case.item if case.form.block else 0,
         }

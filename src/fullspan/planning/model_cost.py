@@ -341,13 +341,15 @@ def flops(
     """FLOPs of one pack.
 
     projections, experts   2 FLOPs per active weight, row and pass (anchors: "body 2 x 40e9 per
-                pass"); kv_b_proj counts once, absorbed or not: its halves act on query and output;
-                recompute leaves out the experts' second projection unless it has an adapter
+                pass"); kv_b_proj counts once, absorbed or not: its halves act on query and output.
+                Backward absorbs the query once more (models/dsa/absorbed.py), recompute leaves out
+                the experts' second projection unless it has an adapter
     attention   2 K heads (qk + value) forward, 2 K heads (3 qk + 2 value) backward for each row
                 and the K keys it attends to (ops/sparse_attention/README.md)
     indexer     2 index_heads index_dim per (query, key) pair, in the forward pass alone, on full
                 layers (ops/index_topk/README.md; 8,192 for GLM-5.2)
-    LoRA        2 per product of an adapter forward, twice that backward (input and weight)
+    LoRA        2 per product of an adapter forward, twice that backward (input and weight); for
+                kv_b_proj also those of both halves' inputs, and of the query absorbed once more
     head        2 vocab hidden per trained row for logits, as many for their gradient, both in the
                 forward pass (ops/linear_cross_entropy/README.md)
     """
@@ -364,7 +366,11 @@ def flops(
         if w.routed and "down_proj" in w.name and n not in remade
     )
     dense = sum(w.numel for w in every if not w.routed) - indexer
-    adapted = sum(adapter.products for adapter in adapters(config, lora))
+    found = adapters(config, lora)
+    adapted = sum(adapter.products for adapter in found)
+    beside = sum(adapter.module.endswith("kv_b_proj") for adapter in found) * lora.r
+    beside *= 2.0 * config.num_attention_heads * (config.qk_nope_head_dim + config.kv_lora_rank)
+    again = absorbing(config) * config.num_hidden_layers
     heads, value = config.num_attention_heads, config.kv_lora_rank
     qk = value + config.qk_rope_head_dim
     attended = 2.0 * work.attended * heads * config.num_hidden_layers
@@ -382,14 +388,19 @@ def flops(
     rows = 2.0 * work.rows
     return Flops(
         parts={
-            "projections": passes(rows * dense, rows * dense),
+            "projections": passes(rows * dense, rows * (dense + again)),
             "experts": passes(rows * routed, rows * routed, rows * unread),
             "attention": passes(attended * (qk + value), attended * (3 * qk + 2 * value)),
             "indexer": {"forward": score * full + rows * indexer},
-            "LoRA": passes(rows * adapted, 2 * rows * adapted),
+            "LoRA": passes(rows * adapted, rows * (2 * adapted + beside)),
             "head": {"forward": 2 * head},
         }
     )
+
+
+def absorbing(config: DsaConfig) -> float:
+    """Products of a row with the key half of kv_b_proj."""
+    return float(config.num_attention_heads * config.qk_nope_head_dim * config.kv_lora_rank)
 
 
 def active_parameters(config: DsaConfig) -> float:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from fullspan.planning.case import Case
-from fullspan.planning.model_cost import Flops, Weight, layer_weights
+from fullspan.planning.model_cost import Flops, Weight, absorbing, layer_weights
 
 Work = Mapping[tuple[str, str], float]  # {(part, kind): FLOPs or bytes}
 PARTS = ("attention", "indexer", "experts", "dense", "head", "other")
@@ -35,7 +35,7 @@ def work(case: Case, counted: Flops, phase: str, *, scored: float) -> Work:
         unread = phase == "recompute" and not case.remakes_outputs(layers[0])
         sparse = case.model.mlp_layer_types[layers[0]] == "sparse"
         for place, amount in (
-            *_products(case, weights, forward=phase == "forward", unread=unread),
+            *_products(case, weights, phase, unread=unread),
             *_adapters(case, weights, adapted, back=back),
             *_rows(case, sparse=sparse, back=back, unread=unread),
         ):
@@ -69,25 +69,27 @@ def _rows_of(case: Case, weight: Weight) -> float:
     return case.busiest_slots / held if weight.routed else case.rows
 
 
-def _products(case: Case, weights: Sequence[Weight], *, forward: bool, unread: bool) -> Iterator:
-    """A frozen weight meets its rows in each pass, and is dequantised for it where it is FP8: an
-    element read, one of the activations' written; kv_b_proj twice, once for each half, those of
-    experts for every chunk of rows. unread: the outputs of the experts are, and are not made. The
-    indexer's products are counted with its scores (model_cost.flops)."""
+def _products(case: Case, weights: Sequence[Weight], phase: str, *, unread: bool) -> Iterator:
+    """A frozen weight meets its rows in each pass, kv_b_proj's key half twice in the backward one,
+    and is dequantised for it where it is FP8: an element read, one of the activations' written;
+    those of experts for every chunk of rows. unread: the outputs of the experts are, and are not
+    made. The indexer's products are counted with its scores (model_cost.flops)."""
     for weight in weights:
         part = _part(weight)
-        if len(weight.shape) < 2 or (part == "indexer" and not forward):
+        if len(weight.shape) < 2 or (part == "indexer" and phase != "forward"):
             continue
         if unread and weight.routed and "down_proj" in weight.name:
             continue
         held = weight.numel // (case.ep if weight.routed else 1)
         kind = "float32" if weight.wide else "experts" if weight.routed else "projections"
-        by_head = "kv_b_proj" in weight.name
+        used = float(held)
+        if "kv_b_proj" in weight.name:
+            kind = "products by head"
+            used += absorbing(case.model) if phase == "backward" else 0
         if part != "indexer":
-            kind = "products by head" if by_head else kind
-            yield (part, kind), 2 * held * _rows_of(case, weight)
+            yield (part, kind), 2 * used * _rows_of(case, weight)
         if weight.scaled and case.form.block is not None:
-            times = case.chunks if weight.routed else 1 + by_head
+            times = case.chunks if weight.routed else 1
             yield (part, "dequantise"), held * (1 + case.item) * times
 
 
@@ -96,8 +98,8 @@ def _adapters(
 ) -> Iterator:
     """Thin products, bound by memory. Forward: the input is read, the change is written, and joined
     with the base's output. Backward: the gradient is read twice, the input once, its gradient
-    written and joined with the base's. kv_b_proj acts on the query and on the output, head by head
-    (models/dsa/attention.py)."""
+    written and joined with the base's. kv_b_proj acts on the query and on the output, head by head,
+    in the backward pass once more on the query (models/dsa/absorbed.py)."""
     model, item = case.model, case.item
     heads, latent = model.num_attention_heads, model.kv_lora_rank
     for weight in weights:
@@ -111,6 +113,8 @@ def _adapters(
         here = case.busiest_slots if weight.routed else case.rows
         for inner, out in sides:
             moved = 2 * out + 5 * inner if back else inner + 4 * out
+            if back and out == heads * latent:
+                moved += inner + 4 * out
             yield (_part(weight), "elementwise"), here * moved * item
 
 
@@ -119,12 +123,11 @@ def _rows(case: Case, *, sparse: bool, back: bool, unread: bool) -> Iterator:
     in the backward pass; gate, up and their product likewise."""
     model, rows, item = case.model, case.rows, case.item
     hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
-    rope, value = model.qk_rope_head_dim, model.v_head_dim
+    rope = model.qk_rope_head_dim
     norm, gated = (3, 5) if back else (2, 3)
-    # Norms of the latents, the key put together, query rotated and put together, output flattened;
-    # backward also the output's gradient as the kernel wants it.
+    # Norms of the latents, the key put together, the query's rope part turned; backward that again.
     attention = norm * (model.q_lora_rank + latent) + 2 * (latent + rope)
-    attention += heads * (4 * rope + 2 * (latent + rope) + 2 * value + (2 * latent if back else 0))
+    attention += heads * 2 * rope * (1 + back)
     yield ("attention", "elementwise"), rows * attention * item
     # Two norms and two sums of a layer.
     yield ("other", "elementwise"), rows * 2 * (norm + 3) * hidden * item

@@ -23,7 +23,7 @@ from fullspan.ops.backend import choose
 from fullspan.ops.options import OpOptions
 from fullspan.ops.rope.op import rope_into
 from fullspan.ops.selection import Selection
-from fullspan.ops.sparse_attention.op import AttentionCall
+from fullspan.ops.sparse_attention.op import AttentionCall, row_products
 from fullspan.parallel.context import GatheredLatent, GradientSum
 from fullspan.shapes import Float, Float32, Tensor
 
@@ -53,7 +53,7 @@ class Half(NamedTuple):
         x, into = x.transpose(0, 1), into.transpose(0, 1)
         torch.bmm(x, self.weight, out=into)
         if self.left is not None and self.right is not None:
-            into.baddbmm_(torch.bmm(x, self.left), self.right, alpha=self.scale)
+            _add_product(into, torch.bmm(x, self.left), self.right, self.scale)
 
     def adjoint(
         self,
@@ -61,14 +61,21 @@ class Half(NamedTuple):
         grad: Float[Tensor, "rows heads out"],
         into: Float[Tensor, "rows heads in"],
     ) -> tuple[Tensor, Tensor] | None:
-        """Gradient of x, written into a tensor of any strides; those of left and right."""
+        """Gradient of x, written into a tensor of any strides, which may be x; those of left and
+        right."""
         x, grad, into = (tensor.transpose(0, 1) for tensor in (x, grad, into))
-        torch.bmm(grad, self.weight.mT, out=into)
         if self.left is None or self.right is None:
+            torch.bmm(grad, self.weight.mT, out=into)
             return None
         low, back = torch.bmm(x, self.left), torch.bmm(grad, self.right.mT)
-        into.baddbmm_(back, self.left.mT, alpha=self.scale)
-        return torch.bmm(x.mT, back), torch.bmm(low.mT, grad)
+        found = torch.bmm(x.mT, back), torch.bmm(low.mT, grad)
+        torch.bmm(grad, self.weight.mT, out=into)
+        _add_product(into, back, self.left.mT, self.scale)
+        return found
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    torch.baddbmm(into, left, right, alpha=scale, out=into)
 
 
 class UpWeights(NamedTuple):
@@ -137,14 +144,14 @@ class AdapterGradient:
 @dataclass(frozen=True, kw_only=True)
 class _Call:
     """What one call needs besides tensors that autograd keeps. keep: there will be a backward pass.
-    last: it ends the use of the selection there."""
+    rows: backend of the rotary position."""
 
     up: UpProjection
     angles: Angles
     attention: AttentionCall
     gradient: GradientSum
     keep: bool
-    last: bool
+    rows: str
 
     def absorb(self, query: Tensor, span: slice, key: Half) -> Tensor:
         """Absorbed queries of a span."""
@@ -154,77 +161,83 @@ class _Call:
         self._turn(query[..., nope:], absorbed[..., width:], span, inverse=False)
         return absorbed
 
-    def query_gradient(
-        self, query: Tensor, span: slice, key: Half, absorbed: Tensor, into: Tensor
-    ) -> LowGradients:
-        """Gradient of the span's queries, from that of its absorbed ones, into its rows."""
-        query, into = query[span], into[span]
-        nope, width = self.up.nope, self.attention.value_dim
-        self._turn(absorbed[..., width:], into[..., nope:], span, inverse=True)
-        return key.adjoint(query[..., :nope], absorbed[..., :width], into[..., :nope])
+    def to_gradient(self, query: Tensor, absorbed: Tensor, span: slice, key: Half) -> LowGradients:
+        """The span's queries become their gradient, given that of its absorbed ones."""
+        query, nope, width = query[span], self.up.nope, self.attention.value_dim
+        self._turn(absorbed[..., width:], query[..., nope:], span, inverse=True)
+        return key.adjoint(query[..., :nope], absorbed[..., :width], query[..., :nope])
 
     def _turn(self, x: Tensor, into: Tensor, span: slice, *, inverse: bool) -> None:
         cos, sin = self.angles.cos[span], self.angles.sin[span]
-        rope_into(x, cos, sin, into, interleaved=True, inverse=inverse)
+        rope_into(x, cos, sin, into, interleaved=True, inverse=inverse, backend=self.rows)
 
 
 class _AbsorbedAttention(torch.autograd.Function):
-    """Gradients flow to the query, the local latent and the adapter."""
+    """Gradients flow to the query, the local latent and the adapter. The backward pass runs once:
+    the query's gradient takes the query's place.
+    """
 
     @staticmethod
     def forward(ctx, query, local, latent: GatheredLatent, call: _Call, *tensors):
         weights = UpWeights(*tensors)
         key, value = call.up.halves(weights, query.dtype)
         out = query.new_empty(*query.shape[:2], call.up.value)
-        kv, kept = None, []
+        kv, sums, mixes = None, [], []
         for span in call.attention.spans:
             absorbed = call.absorb(query, span, key)
             kv = latent.wait() if kv is None else kv
             mixed, lse = call.attention.forward(span, absorbed, kv)
             del absorbed
             value.product(mixed, out[span])
-            kept += [mixed, lse] if call.keep else []
+            if call.keep:
+                sums.append(lse)
+                mixes += [] if weights.a is None else [mixed]
             del mixed
         if call.keep:
             chosen = call.attention.selection
-            ctx.save_for_backward(query, kv, chosen.ids, chosen.counts, *weights, *kept)
+            # The values stand for the kernel's outputs, where no adapter's gradient needs these.
+            kept = mixes or [out]
+            tensors = (chosen.ids, chosen.counts, *sums, *kept)
+            ctx.save_for_backward(query, kv, *weights, *tensors)
             ctx.call = call
         return out
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
         call: _Call = ctx.call
-        query, kv, _, _, *tensors = ctx.saved_tensors
-        weights, kept = UpWeights(*tensors[:4]), tensors[4:]
-        halves = call.up.halves(weights, query.dtype)
-        grad_query, grad_local = torch.empty_like(query), None
-        adapter, dkv = AdapterGradient(call.up, weights), kept[1].new_empty(kv.shape)
-        spans = call.attention.spans
-        for span, mixed, lse in zip(spans, kept[::2], kept[1::2], strict=True):
+        query, kv, *tensors = ctx.saved_tensors
+        weights, spans = UpWeights(*tensors[:4]), call.attention.spans
+        sums, kept = tensors[6 : 6 + len(spans)], tensors[6 + len(spans) :]
+        if weights.a is None:
+            kept = [kept[0][span] for span in spans]
+        halves, query = call.up.halves(weights, query.dtype), query.detach()
+        adapter, dkv = AdapterGradient(call.up, weights), sums[0].new_empty(kv.shape)
+        grad_local = None
+        for span, lse, mixed in zip(spans, sums, kept, strict=True):
             grad = grad_outputs[0][span]
             absorbed, by_value = _absorbed_gradient(
-                call, halves, query, kv, span, mixed, lse, grad, dkv
+                call, halves, query, kv, span, lse, mixed, grad, dkv
             )
-            if span == spans[-1]:  # the sum over ranks runs beside what follows
-                if call.last:
-                    call.attention.selection.plans.clear()
-                if ctx.needs_input_grad[1]:
-                    grad_local = call.gradient.start(dkv, kv.dtype)
-            adapter.add(call.query_gradient(query, span, halves[0], absorbed, grad_query), by_value)
+            if span == spans[-1] and ctx.needs_input_grad[1]:
+                grad_local = call.gradient.start(dkv, kv.dtype)  # it runs beside what follows
+            adapter.add(call.to_gradient(query, absorbed, span, halves[0]), by_value)
             del absorbed
-        return grad_query, grad_local, None, None, None, None, adapter.a, adapter.b
+        return query, grad_local, None, None, None, None, adapter.a, adapter.b
 
 
 def _absorbed_gradient(
-    call: _Call, halves: tuple[Half, Half], query: Tensor, kv: Tensor, span: slice, mixed: Tensor,
-    lse: Tensor, grad: Tensor, dkv: Tensor,
+    call: _Call, halves: tuple[Half, Half], query: Tensor, kv: Tensor, span: slice, lse: Tensor,
+    mixed: Tensor, grad: Tensor, dkv: Tensor,
 ) -> tuple[Tensor, LowGradients]:  # fmt: skip
-    """That of a span's absorbed queries, and the adapter's by the value half. Adds to dkv."""
+    """That of a span's absorbed queries, and the adapter's by the value half. Adds to dkv. mixed:
+    the kernel's outputs, or the values; grad: that of the values."""
     key, value = halves
-    grad_mixed = torch.empty_like(mixed)
-    low = value.adjoint(mixed, grad, grad_mixed)
+    grad_mixed = grad.new_empty(*grad.shape[:2], call.attention.value_dim)
+    frozen = value.left is None
+    low = value.adjoint(grad_mixed if frozen else mixed, grad, grad_mixed)
+    delta = row_products(grad if frozen else grad_mixed, mixed, call.attention.backend)
     absorbed = call.absorb(query, span, key)
-    pulled, _ = call.attention.backward(span, grad_mixed, absorbed, kv, mixed, lse, dkv)
+    pulled, _ = call.attention.backward(span, grad_mixed, absorbed, kv, delta, lse, dkv)
     return pulled, low
 
 
@@ -256,10 +269,10 @@ def absorbed_attention(
         selection=selection, pack=latent.pack, heads=up.heads, qk=qk, value_dim=value_dim,
         scale=scale, dtype=query.dtype, backend=backend, workspace=options.attention_bytes,
         # Absorbed queries, their gradient, and that of the kernel's output.
-        beside=up.heads * (2 * qk + value_dim) * query.element_size(),
+        beside=up.heads * (2 * qk + value_dim) * query.element_size(), last=last,
     )  # fmt: skip
     call = _Call(
         up=up, angles=angles, attention=attention, gradient=latent.gradient,
-        keep=torch.is_grad_enabled(), last=last,
+        keep=torch.is_grad_enabled(), rows=options.rows,
     )  # fmt: skip
     return _AbsorbedAttention.apply(query, latent.local, latent, call, *weights)

@@ -23,7 +23,7 @@ from fullspan.models.common.norm import LayerNorm, RMSNorm
 from fullspan.models.dsa.absorbed import Angles, UpProjection, UpWeights, absorbed_attention
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.ops.options import OpOptions
-from fullspan.ops.rope.op import apply_rope
+from fullspan.ops.rope.op import apply_rope, rope_into
 from fullspan.ops.selection import Selection
 from fullspan.parallel.context import SequenceContext
 from fullspan.shapes import Float, Tensor
@@ -73,19 +73,21 @@ class Indexer(nn.Module):
         options: OpOptions,
     ) -> Selection:
         """`x` is the layer's normed input, `q_latent` the *normed* output of q_a_proj."""
-        keys = sequence.start_index_gather(self._rotate(self.k_norm(self.wk(x)), angles))
-        query = self._rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), angles)
+        keys = sequence.start_index_gather(self._rotate(self.k_norm(self.wk(x)), angles, options))
+        query = self.wq_b(q_latent).unflatten(-1, (self.heads, self.width))
+        query = self._rotate(query, angles, options)
         # In float32 whatever the model's dtype: rounding the head weights flips picks near ties.
         weights = self.weights_proj(x.to(self.weights_proj.weight.dtype)).float()
         weights = weights * (self.heads**-0.5 * self.width**-0.5)
         return sequence.select(query, keys, weights, topk=self.topk, options=options)
 
     def _rotate(
-        self, x: Float[Tensor, "rows *heads width"], angles: Angles
+        self, x: Float[Tensor, "rows *heads width"], angles: Angles, options: OpOptions
     ) -> Float[Tensor, "rows *heads width"]:
-        rotated, rest = x.split([self.rope, x.shape[-1] - self.rope], dim=-1)
-        rotated = apply_rope(rotated, *angles, interleaved=self.interleaved)
-        return torch.cat([rotated, rest], dim=-1)
+        """In place: x is a projection's fresh output."""
+        part = x[..., : self.rope]
+        rope_into(part, *angles, part, interleaved=self.interleaved, backend=options.rows)
+        return x
 
 
 class SparseLatentAttention(nn.Module):
@@ -141,5 +143,5 @@ class SparseLatentAttention(nn.Module):
 
     def _latent(self, x: Float[Tensor, "rows hidden"], angles: Angles) -> Float[Tensor, "rows qk"]:
         latent, rope = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], dim=-1)
-        rope = apply_rope(rope, *angles, interleaved=True)
+        rope = apply_rope(rope, *angles, interleaved=True, backend=self.options.rows)
         return torch.cat([self.kv_a_layernorm(latent), rope], dim=-1)

@@ -11,9 +11,15 @@ import math
 import torch
 
 from fullspan.errors import ConfigError
-from fullspan.ops.rope.reference import rotate
+from fullspan.ops.backend import choose, on_first_call
+from fullspan.ops.rope import reference
 from fullspan.ops.rope.yarn import Yarn, yarn_mscale
 from fullspan.shapes import Float, Float32, Int64, Tensor
+
+_ROTATE = {
+    "triton": on_first_call("fullspan.ops.rope.triton_backend", "rotate"),
+    "reference": reference.rotate,
+}
 
 
 def inverse_frequencies(
@@ -72,16 +78,18 @@ def apply_rope(
     sin: Float[Tensor, "rows half"],
     *,
     interleaved: bool,
+    backend: str = "auto",
 ) -> Float[Tensor, "rows *heads rope"]:
     """Turn the channel pairs of x, [rows, rope] or [rows, heads, rope], by the angle of their row.
 
     interleaved: the pairs are neighbours (2i, 2i + 1), and stay so in the output; if not, they are
     (i, i + rope/2). Computed in the wider of the dtypes of x and cos, rounded once to that of x.
-    x need not be contiguous. No gradient reaches cos and sin.
+    x need not be contiguous. No gradient reaches cos and sin. backend: triton, reference, or auto
+    (ops.rows).
     """
     angles = (x.shape[0], x.shape[-1] // 2)
     assert x.shape[-1] % 2 == 0 and cos.shape == sin.shape == angles, (x.shape, cos.shape)
-    return _rope(x, cos, sin, interleaved, False)
+    return _rope(x, cos, sin, interleaved, False, choose("rows", backend, x.device, x.dtype))
 
 
 def rope_into(
@@ -92,53 +100,57 @@ def rope_into(
     *,
     interleaved: bool,
     inverse: bool = False,
+    backend: str = "auto",
 ) -> None:
-    """`apply_rope`, or with `inverse` its adjoint, written into a tensor of x's dtype and any
-    strides. Without autograd.
+    """`apply_rope`, or with `inverse` its adjoint, written into a tensor of x's dtype whose
+    channels are neighbours; it may be x. Without autograd.
     """
     assert x.dtype == out.dtype, (x.dtype, out.dtype)
-    _rope_into(out, x, cos, sin, interleaved, inverse)
+    backend = choose("rows", backend, x.device, x.dtype)
+    _rope_into(out, x, cos, sin, interleaved, inverse, backend)
 
 
 @torch.library.custom_op(
     "fullspan::rope_into",
     mutates_args=("out",),
-    schema="(Tensor(a!) out, Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse)"
-    " -> ()",
+    schema="(Tensor(a!) out, Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse, "
+    "str backend) -> ()",
 )
-def _rope_into(out, x, cos, sin, interleaved, inverse):
-    rotate(x, cos, sin, interleaved, inverse, out)
+def _rope_into(out, x, cos, sin, interleaved, inverse, backend):
+    _ROTATE[backend](x, cos, sin, interleaved, inverse, out)
 
 
 @_rope_into.register_fake
-def _(out, x, cos, sin, interleaved, inverse):
+def _(out, x, cos, sin, interleaved, inverse, backend):
     return None
 
 
 @torch.library.custom_op(
     "fullspan::rope",
     mutates_args=(),
-    schema="(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> Tensor",
+    schema="(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse, str backend) "
+    "-> Tensor",
 )
-def _rope(x, cos, sin, interleaved, inverse):
+def _rope(x, cos, sin, interleaved, inverse, backend):
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rotate(x, cos, sin, interleaved, inverse, out)
+    _ROTATE[backend](x, cos, sin, interleaved, inverse, out)
     return out
 
 
 @_rope.register_fake
-def _(x, cos, sin, interleaved, inverse):
+def _(x, cos, sin, interleaved, inverse, backend):
     return x.new_empty(x.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    _, cos, sin, ctx.interleaved, ctx.inverse = inputs
+    _, cos, sin, ctx.interleaved, ctx.inverse, ctx.backend = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _backward(ctx, grad):
     cos, sin = ctx.saved_tensors
-    return _rope(grad, cos, sin, ctx.interleaved, not ctx.inverse), None, None, None, None
+    turned = _rope(grad, cos, sin, ctx.interleaved, not ctx.inverse, ctx.backend)
+    return turned, None, None, None, None, None
 
 
 _rope.register_autograd(_backward, setup_context=_setup_context)

@@ -14,8 +14,9 @@ def rotate(
         sin = -sin
     first, second = _pairs(x, interleaved)
     out_first, out_second = _pairs(out, interleaved)
-    out_first.copy_(first * cos - second * sin)
-    out_second.copy_(second * cos + first * sin)
+    turned = first * cos - second * sin, second * cos + first * sin  # before x, which may be out
+    out_first.copy_(turned[0])
+    out_second.copy_(turned[1])
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

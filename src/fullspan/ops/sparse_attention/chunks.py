@@ -1,14 +1,16 @@
 """How many rows of a backward pass go together under a budget of bytes. Imports no torch.
 
-A *span* of rows shares one plan (plan.py) and one call of the kernels; a caller that makes queries
-a span at a time holds them for as long. Within it the kernels work on one *chunk* after the other,
-whose probabilities and partial rows exist at once, and after which the gradient of every key that
-the chunk chose is read and written. README.md has the arithmetic.
+Three numbers. The kernels work on one *chunk* of rows after the other, whose partial rows exist at
+once, and after which the gradient of every key that the chunk chose is read and written. A *span*
+is some whole chunks and one call of the kernels: a caller that makes queries a span at a time holds
+them for as long. A *block* is some whole spans that share a plan (plan.py), whose kernels want many
+groups of rows. README.md has the arithmetic.
 """
 
 import functools
 from dataclasses import dataclass
 from math import exp
+from typing import NamedTuple
 
 from fullspan.errors import ConfigError
 from fullspan.ops.sizes import power_of_2
@@ -16,10 +18,21 @@ from fullspan.ops.sizes import power_of_2
 GROUP = 16  # neighbouring rows whose common keys are summed together; a bit of a plan word each
 BLOCK = 128  # shared keys of one block
 MOST_ROWS = 16384  # of a chunk: a plan word counts 15 bits of partial rows a key
-SPAN_SHARE = 4  # a span's plan, and what the caller holds for it, take 1 / this of the budget
+SPAN_ROWS = 512  # of a span at least: enough for the products of its rows
+PLAN_ROWS = 132 * GROUP  # of a block at least: a group for each multiprocessor of an H200
 KEPT_SHARE = 4  # plans are kept for the next layer where all of a selection's take 1 / this at most
-SLACK = 1.03  # how much slower than the best a chunk may be that needs less memory
+SLACK = 1.05  # how much slower than the best a chunk may be that needs less memory
 TAIL = 0.2  # of a round over the multiprocessors, lost at the end of every chunk
+
+
+class Rows(NamedTuple):
+    """Of a chunk, of a span and of a block; a span is whole chunks, a block whole spans, or each is
+    all there are.
+    """
+
+    chunk: int
+    span: int
+    block: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +83,8 @@ class Sizes:
 
     @property
     def span_bytes(self) -> int:
-        """Of a row of a span while it runs: plan, cleaned ids of `hopper`, what is beside."""
-        return self.plan_bytes + 4 * self.topk + 16 + self.beside
+        """Of a row of a span while it runs: cleaned ids of `hopper`, what is beside."""
+        return 4 * self.topk + 16 + self.beside
 
     @property
     def table_bytes(self) -> int:
@@ -81,6 +94,25 @@ class Sizes:
     def kept_bytes(self, rows: int, chunk: int) -> int:
         """Of the plan of so many rows in such chunks."""
         return rows * self.plan_bytes + 4 * (self.pack * -(-rows // chunk) + 1)
+
+    def keeps(self, rows: int, chunk: int, budget: int) -> bool:
+        """Whether the plans of so many rows are kept for the next layer."""
+        return self.kept_bytes(rows, chunk) <= budget // KEPT_SHARE
+
+    def rows(self, chunk: int, rows: int, budget: int) -> Rows:
+        """With so many rows a chunk; a span and a plan being made take a quarter of the budget."""
+        least = min(SPAN_ROWS, budget // 4 // self.span_bytes) if self.beside else PLAN_ROWS
+        span = min(rows, max(1, -(-least // chunk)) * chunk)
+        least = min(PLAN_ROWS, budget // 4 // self.table_bytes)
+        return Rows(chunk, span, min(rows, max(1, -(-least // span)) * span))
+
+    def held(self, chosen: Rows, rows: int, budget: int) -> int:
+        """Bytes of a backward pass over so many rows."""
+        chunk, span, block = chosen
+        plans = self.kept_bytes(rows if self.keeps(rows, chunk, budget) else block, chunk)
+        bounds = 4 * self.pack * -(-block // chunk)  # counted before they are summed
+        most = max(chunk * self.row_bytes, block * self.table_bytes + bounds)
+        return span * self.span_bytes + plans + most
 
     def cost(self, chunk: int) -> float:
         """Of a chunk, in bytes moved: its rounds over the multiprocessors, and its keys' gradients
@@ -92,54 +124,33 @@ class Sizes:
         return rounds * moved + keys * self.qk * 8
 
 
-def even(rows: int, most: int) -> int:
-    """Rows of a part, where `rows` go in the fewest parts of at most `most`, all but the last alike
-    and whole groups."""
-    parts = max(1, -(-rows // most))
-    return -(-rows // (parts * GROUP)) * GROUP
-
-
-def span_rows(rows: int, beside: int, workspace: int) -> int:
+def span_rows(rows: int, beside: int, budget: int) -> int:
     """Rows of a span where nothing but the caller holds anything for it."""
-    return max(1, min(rows, workspace // SPAN_SHARE // beside) if beside else rows)
+    return max(1, min(rows, budget // 4 // beside) if beside else rows)
 
 
 @functools.lru_cache(maxsize=256)
-def choose_rows(sizes: Sizes, rows: int, workspace: int) -> tuple[int, int]:
-    """Rows of a span and of a chunk that fit `workspace` bytes. A span is all rows or whole chunks.
-    ConfigError: not even GROUP fit.
+def choose_rows(sizes: Sizes, rows: int, budget: int) -> Rows:
+    """Of the smallest chunk whose cost a row is within SLACK of the best one's that fits.
+    ConfigError: not even GROUP rows fit.
     """
-    whole = max(GROUP, -(-rows // GROUP) * GROUP)
-    most = workspace // SPAN_SHARE // sizes.span_bytes
-    most = min(whole, most, workspace // (sizes.span_bytes + sizes.table_bytes))
-    most = max(GROUP, most // GROUP * GROUP)
-    while True:
-        fitting = _fitting(sizes, most, workspace - most * sizes.span_bytes)
-        if most == GROUP or (fitting and fitting[-1] >= min(most, 4 * GROUP)):
+    rows = max(rows, 1)
+    most = min(MOST_ROWS, (2**31 - 1) // (sizes.topk * sizes.heads), budget // sizes.row_bytes)
+    most = min(most, -(-rows // GROUP) * GROUP)
+    chunks = range(GROUP, most + 1, GROUP)
+    for each in (
+        [sizes.rows(chunk, rows, budget) for chunk in chunks],
+        [Rows(chunk, min(chunk, rows), min(chunk, rows)) for chunk in chunks],
+    ):
+        each = [chosen for chosen in each if sizes.held(chosen, rows, budget) <= budget]
+        if each:
             break
-        most = max(GROUP, most // 2 // GROUP * GROUP)
-    if not fitting or GROUP * (sizes.span_bytes + sizes.table_bytes) > workspace:
-        least = GROUP * (sizes.span_bytes + max(sizes.table_bytes, sizes.row_bytes))
-        raise ConfigError(
-            f"ops.attention_bytes is {workspace}; the backward of sparse attention needs at least "
-            f"{least + 8 * sizes.pack} ({GROUP} rows, {sizes.topk} of {sizes.pack} keys, "
-            f"{sizes.heads} heads)"
-        )
-    if most == whole:
-        fitting = sorted({even(rows, chunk) for chunk in fitting})
-        cost = {chunk: -(-rows // chunk) * sizes.cost(chunk) for chunk in fitting}
     else:
-        cost = {chunk: sizes.cost(chunk) / chunk for chunk in fitting}
-    enough = SLACK * min(cost.values())
-    chunk = next(chunk for chunk in fitting if cost[chunk] <= enough)
-    return (whole if most == whole else most // chunk * chunk), chunk
-
-
-def _fitting(sizes: Sizes, span: int, room: int) -> list[int]:
-    """Every chunk whose buffers, with the bounds of all chunks, fit into `room`."""
-    most = min(span, MOST_ROWS, (2**31 - 1) // (sizes.topk * sizes.heads), room // sizes.row_bytes)
-    return [
-        chunk
-        for chunk in range(GROUP, most + 1, GROUP)
-        if chunk * sizes.row_bytes + 8 * sizes.pack * -(-span // chunk) <= room
-    ]
+        least = sizes.held(Rows(GROUP, GROUP, GROUP), rows, 0)
+        raise ConfigError(
+            f"ops.attention_bytes is {budget}; the backward of sparse attention needs at least "
+            f"{least} ({GROUP} rows, {sizes.topk} of {sizes.pack} keys, {sizes.heads} heads)"
+        )
+    cost = [sizes.cost(n) / n for n in (min(chosen.chunk, rows) for chosen in each)]
+    enough = SLACK * min(cost)
+    return next(chosen for chosen, its in zip(each, cost) if its <= enough)

@@ -206,7 +206,8 @@ def make_plan(
     kernels: type[Kernels], ids: Tensor, counts: Tensor, sizes: Sizes, chunk: int
 ) -> Plan:
     """The plan of ids as a backend wants them."""
-    return build_plan(whole(ids, 1, kernels.slots, -1), counts.contiguous(), sizes, chunk)
+    with on_device(ids):
+        return build_plan(whole(ids, 1, kernels.slots, -1), counts.contiguous(), sizes, chunk)
 
 
 def backward(
@@ -216,10 +217,11 @@ def backward(
     kv: Float[Tensor, "pack qk"],
     ids: Int32[Tensor, "rows topk"],
     counts: Int32[Tensor, "rows"],
-    out: Float[Tensor, "rows heads value"],
+    delta: Float32[Tensor, "rows heads"],
     lse: Float32[Tensor, "rows heads"],
     dkv: Float32[Tensor, "pack qk"],
     plan: Sequence[Tensor],
+    chunk: int,
     sink: Float[Tensor, "heads"] | None,
     scale: float,
     value_dim: int,
@@ -229,7 +231,7 @@ def backward(
     """Gradients of query (its dtype) and sink (fp32, zeros without one); that of kv is written to
     dkv, or added to it. Same bits on every run.
 
-    plan: a Plan of all rows, see make_plan; its chunks decide the memory.
+    plan: a Plan of all rows in chunks of `chunk`, which decide the memory.
     """
     rows, heads, _ = query.shape
     dsink = torch.zeros(heads, dtype=torch.float32, device=query.device)
@@ -237,22 +239,22 @@ def backward(
         if not add:
             dkv.zero_()
         return torch.empty_like(query), dsink
-    query, grad_out, out, lse = (whole(x, 1, kernels.heads) for x in (query, grad_out, out, lse))
+    tensors = (query, grad_out, delta, lse)
+    query, grad_out, delta, lse = (whole(x, 1, kernels.heads) for x in tensors)
     ids, counts = whole(ids, 1, kernels.slots, -1), counts.contiguous()
     shape = shape_of(query.device, query.dtype, (*query.shape[1:], ids.shape[1]), value_dim)
     with on_device(query):
-        chunks = Plan(*plan).chunks(len(kv))
+        chunks = Plan(*plan).chunks(chunk)
         call = Call(
             query=query, kv=kv.contiguous(), ids=ids, counts=counts, grad_out=grad_out, lse=lse,
-            delta=_row_products(grad_out, out, shape), dquery=torch.empty_like(query),
-            shape=shape, scale=scale,
+            delta=delta, dquery=torch.empty_like(query), shape=shape, scale=scale,
             **_buffers(query, chunks[0].rows, shape, shape.padded_heads == kernels.fused),
         )  # fmt: skip
         own = kernels(call)
-        for chunk in chunks:
-            own.dquery(chunk)
-            own.partials(chunk)
-            _add_up(call, chunk, dkv, add or chunk.at > 0)
+        for part in chunks:
+            own.dquery(part)
+            own.partials(part)
+            _add_up(call, part, dkv, add or part.at > 0)
         if sink is not None:
             delta, lse = call.delta[:, :heads], lse[:, :heads]
             # Minus its own probability times delta, summed over rows in a fixed order.
@@ -285,13 +287,17 @@ def whole(x: Tensor, dim: int, multiple: int, value: float = 0.0) -> Tensor:
     return pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing), value=value).contiguous()
 
 
-def _row_products(grad_out: Tensor, out: Tensor, shape: Shape) -> Float32[Tensor, "rows heads"]:
-    """sum over the value channels of grad_out * out."""
-    delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-    delta_kernel[(len(out), shape.padded_heads // shape.head_tile)](
-        out, grad_out, delta, HEADS=shape.heads, DV=shape.value, HB=shape.head_tile,
-        DVP=shape.value_padded, num_warps=8,
-    )  # fmt: skip
+def row_products(grad_out: Tensor, out: Tensor) -> Float32[Tensor, "rows heads"]:
+    """See op.row_products."""
+    rows, heads, width = out.shape
+    delta = torch.empty(rows, heads, dtype=torch.float32, device=out.device)
+    tile = min(16, power_of_2(heads))
+    if rows:
+        with on_device(out):
+            delta_kernel[(rows, ceil_div(heads, tile))](
+                out, grad_out, delta, HEADS=heads, DV=width, HB=tile, DVP=power_of_2(width),
+                num_warps=4,
+            )  # fmt: skip
     return delta
 
 

@@ -14,11 +14,12 @@ from fullspan.ops.backend import on_first_call, resolve
 from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import reference
-from fullspan.ops.sparse_attention.chunks import KEPT_SHARE, Sizes, choose_rows, span_rows
+from fullspan.ops.sparse_attention.chunks import Rows, Sizes, choose_rows, span_rows
 from fullspan.shapes import Float, Tensor
 
 _TRITON = "fullspan.ops.sparse_attention.triton_backend"
 _HOPPER = "fullspan.ops.sparse_attention.hopper_backend"
+_LAUNCH = "fullspan.ops.sparse_attention.launch"
 _FORWARD = {
     "hopper": on_first_call(_HOPPER, "forward"),
     "triton": on_first_call(_TRITON, "forward"),
@@ -28,6 +29,11 @@ _BACKWARD = {
     "hopper": on_first_call(_HOPPER, "backward"),
     "triton": on_first_call(_TRITON, "backward"),
     "reference": reference.backward,
+}
+_PRODUCTS = {
+    "hopper": on_first_call(_LAUNCH, "row_products"),
+    "triton": on_first_call(_LAUNCH, "row_products"),
+    "reference": reference.row_products,
 }
 # Where the backward has a plan: the sizes of a call, and its plan.
 _SIZES = {"hopper": on_first_call(_HOPPER, "sizes"), "triton": on_first_call(_TRITON, "sizes")}
@@ -68,7 +74,8 @@ class AttentionCall:
     backend.
 
     pack, heads, qk, dtype: of kv and of the queries. beside: bytes of a row that the caller holds
-    while its span runs, which `workspace` bounds together with what the kernels take.
+    while its span runs, which `workspace` bounds together with what the kernels take. last: the
+    backward passes that use the selection end with this one.
     """
 
     selection: Selection
@@ -81,6 +88,7 @@ class AttentionCall:
     backend: str
     workspace: int
     beside: int = 0
+    last: bool = True
     sink: Tensor | None = None
 
     @cached_property
@@ -94,17 +102,16 @@ class AttentionCall:
         return _SIZES[self.backend](*given)
 
     @cached_property
-    def _rows(self) -> tuple[int, int]:
-        """Of a span and of a chunk."""
+    def _rows(self) -> Rows:
         rows = len(self.selection.counts)
         if self._sizes is None:
-            return span_rows(rows, self.beside, self.workspace), 0
+            return Rows(0, span_rows(rows, self.beside, self.workspace), 0)
         return choose_rows(self._sizes, rows, self.workspace)
 
     @property
     def spans(self) -> list[slice]:
         """Which rows go together, in order; one empty span where there are none."""
-        rows, (span, _) = len(self.selection.counts), self._rows
+        rows, span = len(self.selection.counts), self._rows.span
         return [slice(first, min(first + span, rows)) for first in range(0, max(rows, 1), span)]
 
     def forward(self, span: slice, query: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,43 +120,59 @@ class AttentionCall:
         return sparse_attention_forward(query, kv, ids, counts, *self._settings)
 
     def backward(
-        self, span: slice, grad_out: Tensor, query: Tensor, kv: Tensor, out: Tensor, lse: Tensor,
+        self, span: slice, grad_out: Tensor, query: Tensor, kv: Tensor, delta: Tensor, lse: Tensor,
         dkv: Tensor, *, add: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(dquery like query, dsink [heads] like lse) of a span; the spans come in order. dkv
         [pack, qk], like lse, is written by the first of them, or with `add` added to, and added to
-        by the others: ranks can sum theirs in fp32 before it is rounded to kv's dtype.
+        by the others: ranks can sum theirs in fp32 before it is rounded to kv's dtype. delta: see
+        row_products.
 
         A plan that the selection holds is used, and one made here is left in it for the next layer,
-        unless those of all spans take too much of the workspace.
+        unless those of all rows take too much of the workspace.
         """
         ids, counts = self.selection.ids[span], self.selection.counts[span]
-        given = (grad_out.contiguous(), query, kv, ids, counts, out, lse, dkv, self._plan(span))
-        return sparse_attention_backward(*given, *self._settings, add or span.start > 0)
+        given = (grad_out.contiguous(), query, kv, ids, counts, delta, lse, dkv, self._plan(span))
+        chunk = self._rows.chunk
+        return sparse_attention_backward(*given, chunk, *self._settings, add or span.start > 0)
 
     @property
     def _settings(self) -> tuple:
         return self.sink, self.scale, self.value_dim, self.backend, self.workspace
 
     def _plan(self, span: slice) -> list[Tensor]:
-        """Of a span; [] where there is none."""
-        sizes, chosen, (_, chunk) = self._sizes, self.selection, self._rows
-        if sizes is None or span.start == span.stop:
+        """Of a span, which is a part of its block's; [] where there is none."""
+        sizes, chosen, rows = self._sizes, self.selection, self._rows
+        whole = len(chosen.counts)
+        if sizes is None or whole == 0:
             return []
-        key = (span.start, span.stop, chunk)
-        plan = chosen.plans.get(key)
-        if plan is None:
-            plan = _PLAN[self.backend](chosen.ids[span], chosen.counts[span], sizes, chunk)
-            if sizes.kept_bytes(len(chosen.counts), chunk) <= self.workspace // KEPT_SHARE:
-                chosen.plans[key] = plan
-        return list(plan)
+        first = span.start // rows.block * rows.block
+        block, key = slice(first, min(first + rows.block, whole)), (first, rows)
+        if key not in chosen.plans:
+            ids, counts = chosen.ids[block], chosen.counts[block]
+            chosen.plans[key] = _PLAN[self.backend](ids, counts, sizes, rows.chunk)
+        plan = chosen.plans[key]
+        kept = not self.last and sizes.keeps(whole, rows.chunk, self.workspace)
+        if span.stop == block.stop and not kept:
+            del chosen.plans[key]
+        return list(plan.part(slice(span.start - first, span.stop - first), rows.chunk))
+
+
+def row_products(
+    grad_out: Float[Tensor, "rows heads width"],
+    out: Float[Tensor, "rows heads width"],
+    backend: str,
+) -> Float[Tensor, "rows heads"]:
+    """delta of a backward pass: sum over the channels of grad_out * out, in fp32 or wider. The same
+    of a linear map's result and its gradient."""
+    return _row_products(grad_out.contiguous(), out.contiguous(), backend)
 
 
 _SETTINGS = "Tensor? sink, float scale, int value_dim, str backend, int workspace_bytes"
 _FORWARD_SCHEMA = f"(Tensor query, Tensor kv, Tensor ids, Tensor counts, {_SETTINGS})"
 _BACKWARD_SCHEMA = (
-    "(Tensor grad_out, Tensor query, Tensor kv, Tensor ids, Tensor counts, Tensor out, Tensor lse, "
-    f"Tensor(a!) dkv, Tensor[] plan, {_SETTINGS}, bool add) -> (Tensor, Tensor)"
+    "(Tensor grad_out, Tensor query, Tensor kv, Tensor ids, Tensor counts, Tensor delta, Tensor "
+    f"lse, Tensor(a!) dkv, Tensor[] plan, int chunk, {_SETTINGS}, bool add) -> (Tensor, Tensor)"
 )
 
 
@@ -167,15 +190,15 @@ def sparse_attention_forward(query, kv, ids, counts, sink, scale, value_dim, bac
     "fullspan::sparse_attention_backward", mutates_args=("dkv",), schema=_BACKWARD_SCHEMA
 )
 def sparse_attention_backward(
-    grad_out, query, kv, ids, counts, out, lse, dkv, plan, sink, scale, value_dim, backend,
+    grad_out, query, kv, ids, counts, delta, lse, dkv, plan, chunk, sink, scale, value_dim, backend,
     workspace, add,
 ):  # fmt: skip
     """(dquery like query, dsink [heads]) of some rows; dkv [pack, qk], like lse, is overwritten, or
-    added to. plan: of these rows, in the chunks that it was made for; []: made here, in spans.
+    added to. plan: of these rows, in chunks of `chunk`; []: made here, in spans.
     """
-    tensors = (grad_out, query, kv, ids, counts, out, lse, dkv)
+    tensors = (grad_out, query, kv, ids, counts, delta, lse, dkv)
     if plan or backend not in _SIZES or len(query) == 0:
-        return _BACKWARD[backend](*tensors, plan, sink, scale, value_dim, workspace, add)
+        return _BACKWARD[backend](*tensors, plan, chunk, sink, scale, value_dim, workspace, add)
     call = AttentionCall(
         selection=Selection(ids, counts), pack=len(kv), heads=query.shape[1], qk=query.shape[2],
         value_dim=value_dim, dtype=query.dtype, scale=scale, backend=backend, workspace=workspace,
@@ -183,8 +206,8 @@ def sparse_attention_backward(
     )  # fmt: skip
     found = []
     for span in call.spans:
-        grad, queries, outs, sums = (x[span] for x in (grad_out, query, out, lse))
-        found.append(call.backward(span, grad, queries, kv, outs, sums, dkv, add=add))
+        grad, queries, products, sums = (x[span] for x in (grad_out, query, delta, lse))
+        found.append(call.backward(span, grad, queries, kv, products, sums, dkv, add=add))
     dqueries, dsinks = zip(*found)
     dquery = torch.cat(dqueries) if len(found) > 1 else dqueries[0]
     return dquery, torch.stack(dsinks).sum(0)
@@ -208,9 +231,23 @@ def _(query, kv, ids, counts, sink, scale, value_dim, backend, workspace):
 
 
 @sparse_attention_backward.register_fake
-def _(grad_out, query, kv, ids, counts, out, lse, dkv, plan, sink, scale, value_dim, backend,
-      workspace, add):  # fmt: skip
+def _(grad_out, query, kv, ids, counts, delta, lse, dkv, plan, chunk, sink, scale, value_dim,
+      backend, workspace, add):  # fmt: skip
     return query.new_empty(query.shape), lse.new_empty(query.shape[1])
+
+
+@torch.library.custom_op(
+    "fullspan::row_products",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor out, str backend) -> Tensor",
+)
+def _row_products(grad_out, out, backend):
+    return _PRODUCTS[backend](grad_out, out)
+
+
+@_row_products.register_fake
+def _(grad_out, out, backend):
+    return out.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
 
 
 def _setup_context(ctx, inputs, output):
@@ -222,7 +259,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_out, _):
     query, kv, ids, counts, out, lse, sink = ctx.saved_tensors
     dkv = lse.new_empty(kv.shape)
-    given = (grad_out.contiguous(), query, kv, ids, counts, out, lse, dkv, [], sink, *ctx.settings)
+    grad_out, backend = grad_out.contiguous(), ctx.settings[2]
+    delta = row_products(grad_out, out, backend)
+    given = (grad_out, query, kv, ids, counts, delta, lse, dkv, [], 0, sink, *ctx.settings)
     dquery, dsink = sparse_attention_backward(*given, False)
     dsink = None if sink is None else dsink.to(sink.dtype)
     return dquery, dkv.to(kv.dtype), None, None, dsink, None, None, None, None

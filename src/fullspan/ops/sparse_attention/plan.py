@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fullspan.ops.sizes import ceil_div, power_of_2
-from fullspan.ops.sparse_attention.chunks import BLOCK, GROUP, Sizes, even
+from fullspan.ops.sparse_attention.chunks import BLOCK, GROUP, Sizes
 from fullspan.ops.sparse_attention.kernels_plan import (
     columns_kernel,
     mark_kernel,
@@ -31,7 +31,7 @@ DENSE_FUSED = 0.25
 
 
 class Plan(NamedTuple):
-    """The plan of some rows, in even chunks.
+    """The plan of some rows, in chunks.
 
     order: partial rows, chunk after chunk and key after key; start [chunks * keys + 1]: where each
     key's begin. slots: the chunk's slot of (active row, shared key) or -1; shared: number of shared
@@ -51,15 +51,26 @@ class Plan(NamedTuple):
     direct_first: Int32[Tensor, "rows"]
     mode: Int32[Tensor, "groups"]
 
-    def chunks(self, pack: int) -> list["Chunk"]:
-        """Its chunks over `pack` keys, in order."""
-        rows, bounds = len(self.direct_count), len(self.start) - 1
-        chunk = even(rows, -(-rows * pack // bounds))
+    def chunks(self, chunk: int) -> list["Chunk"]:
+        """Its chunks of so many rows, in order."""
+        rows = len(self.direct_count)
         starts = range(0, rows, chunk)
+        pack = len(self.start) // len(starts)
         return [
             Chunk(self, at, min(chunk, rows - at), self.start[n * pack : (n + 1) * pack + 1])
             for n, at in enumerate(starts)
         ]
+
+    def part(self, rows: slice, chunk: int) -> "Plan":
+        """Of some of its rows, which are whole chunks."""
+        whole, groups = len(self.direct_count), slice(rows.start // GROUP, -(-rows.stop // GROUP))
+        pack = len(self.start) // -(-whole // chunk)
+        first, last = rows.start // chunk, -(-rows.stop // chunk)
+        by_group = ("slots", "shared", "active", "active_count", "mode")
+        cut = {name: getattr(self, name)[groups] for name in by_group}
+        by_row = ("direct", "direct_count", "direct_first")
+        cut |= {name: getattr(self, name)[rows] for name in by_row}
+        return self._replace(start=self.start[first * pack : last * pack + 1], **cut)
 
 
 @dataclass(frozen=True)
@@ -90,9 +101,10 @@ def build_plan(
     *,
     share: bool = True,
 ) -> Plan:
-    """Plan of all rows, in even chunks of at most `chunk`. share False: every pair direct."""
+    """Plan of all rows, in chunks of so many, whole groups. share False: every pair direct."""
+    assert chunk % GROUP == 0, chunk
     rows, topk = ids.shape
-    pack, width, blocks, chunk = sizes.pack, sizes.width, sizes.blocks, even(rows, chunk)
+    pack, width, blocks = sizes.pack, sizes.width, sizes.blocks
     groups, chunks = ceil_div(rows, GROUP), ceil_div(rows, chunk)
 
     def new(*shape: int) -> torch.Tensor:

@@ -59,10 +59,11 @@ def backward(
     kv: Tensor,
     ids: Tensor,
     counts: Tensor,
-    out: Tensor,
+    delta: Tensor,
     lse: Tensor,
     dkv: Tensor,
     plan: Sequence[Tensor],
+    chunk: int,
     sink: Tensor | None,
     scale: float,
     value_dim: int,
@@ -74,7 +75,7 @@ def backward(
     assert not plan
     wide, heads, width = lse.dtype, query.shape[1], kv.shape[1]
     dquery = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    means = lse.new_zeros(lse.shape)
+    live = lse.new_zeros(lse.shape)  # delta where a row has a key
     if not add:
         dkv.zero_()
     slot_bytes = _gathered_bytes(kv, wide) + wide.itemsize * (width + 4 * heads)
@@ -87,7 +88,7 @@ def backward(
         scaled, pull = query[part].to(wide) * scale, grad_out[part].to(wide)
         _logits(scaled, keys, empty, probs)
         probs.sub_(lse[part, :, None]).exp_()
-        means[part] = mean = (out[part].to(wide) * pull).sum(2)
+        live[part] = mean = delta[part]
         _bmm(pull, keys[..., :value_dim].mT, dprobs)
         dlogits = dprobs.sub_(mean[..., None]).mul_(probs)
         dquery[part] = torch.bmm(dlogits, keys).mul_(scale).to(dquery.dtype)
@@ -97,7 +98,17 @@ def backward(
         _scatter_add(dkv, slots.flatten(), dkeys.flatten(0, 1))
     if sink is None:
         return dquery, lse.new_zeros(heads)
-    return dquery, -((sink.to(wide) - lse).exp_() * means).sum(0)
+    return dquery, -((sink.to(wide) - lse).exp_() * live).sum(0)
+
+
+def row_products(grad_out: Tensor, out: Tensor) -> Tensor:
+    """sum over the last dimension of grad_out * out, [rows, heads] in fp32 or wider."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    delta = out.new_empty(out.shape[:2], dtype=wide)
+    rows = max(1, CPU_BLOCK_BYTES // max(1, 2 * wide.itemsize * out[:1].numel()))
+    for part, grad, sums in zip(out.split(rows), grad_out.split(rows), delta.split(rows)):
+        torch.sum(part.to(wide) * grad, 2, out=sums)
+    return delta
 
 
 def _block_slots(ids: Tensor, slot_bytes: int, row_bytes: int, workspace_bytes: int) -> int:
