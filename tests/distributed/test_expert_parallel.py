@@ -37,10 +37,14 @@ def transform(rank: int, size: int, routing: str) -> tuple[torch.Tensor, ...]:
     counts = torch.stack([torch.bincount(chosen[turn], minlength=EXPERTS) for turn in turns])
     y = torch.full((len(chosen), WIDTH), torch.nan)
     for turn, route in zip(turns, parallel.start(counts).wait(), strict=True):
-        sent = parallel.dispatch(x[turn], weights[turn], route)
+        here, factors, dispatch = parallel.dispatch(x[turn], weights[turn], route)
         expert = torch.tensor(list(parallel.local)).repeat_interleave(route.counts)
-        out = ((expert + 1.0) * sent.weights)[:, None] * sent.rows.square()
-        y = y.index_copy(0, turn, parallel.combine(out, sent))
+        out = ((expert + 1.0) * factors)[:, None] * here.square()
+        back = parallel.combine(out, dispatch)
+        seed = torch.randn(back.shape, generator=_seeded(rank))
+        (wanted,) = torch.autograd.grad(back, out, seed, retain_graph=True)
+        assert torch.equal(parallel.follow(seed, dispatch), wanted)
+        y = y.index_copy(0, turn, back)
     (y * torch.arange(1.0, 1 + WIDTH)).sum().backward()
     assert x.grad is not None and weights.grad is not None
     return y.detach(), x.grad, weights.grad

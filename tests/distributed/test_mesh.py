@@ -34,7 +34,7 @@ def open_session(folder: Path, parallel: ParallelConfig, *, recompute: bool = Tr
         dtype=torch.float32,
         device="cpu",
         options=resolve(
-            OpOptions(workspace_bytes=1 << 22, expert_bytes=1 << 20), mesh.device, torch.float32
+            OpOptions(workspace_bytes=1 << 22, expert_bytes=1 << 22), mesh.device, torch.float32
         ),
         recompute=recompute,
         mesh=mesh,

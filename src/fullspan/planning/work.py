@@ -136,12 +136,9 @@ def _rows(case: Case, *, sparse: bool, back: bool, unread: bool) -> Iterator:
         return
     inner = model.moe_intermediate_size
     yield ("dense", "elementwise"), rows * gated * model.n_shared_experts * inner * item
-    # The router's float32 copy of the rows; gated products; routed and shared outputs summed.
-    router = rows * hidden * (item + 4)
-    yield (
-        ("experts", "elementwise"),
-        (router + case.busiest_slots * gated * inner * item + rows * 3 * hidden * item),
-    )
+    # Gated products; routed and shared outputs summed.
+    moved = case.busiest_slots * gated * inner + rows * 3 * hidden
+    yield ("experts", "elementwise"), moved * item
     if not back and case.ep > 1:
         yield ("experts", "waits"), 1
     # Rows into the experts' order; among ranks also into the order of arrival. Then the way back.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fullspan.models.common.linear import _SplitLinear
 from fullspan.models.common.mlp import GatedMLP
 from fullspan.models.common.moe import GroupedExperts, MixtureOfExperts, Router
 from fullspan.parallel.expert import ExpertParallel
@@ -99,3 +100,22 @@ def test_chunks_change_nothing_and_stay_within_the_workspace(monkeypatch):
     for out, gradient in results[1:]:
         assert relative(out, results[0][0]) < 1e-6
         assert relative(gradient, results[0][1]) < 1e-6
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_router_multiplies_bfloat16_rows_as_exactly_as_in_float32(device):
+    """By three bfloat16 products: against float64, no worse than the plain product in float32 of
+    the device and a few roundings of its sums; the gradient is the exact one, rounded.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    x = torch.randn(300, 1024, device=device).bfloat16().requires_grad_()
+    weight = torch.randn(64, 1024, device=device) * 0.02
+    exact = x.detach().double() @ weight.double().t()
+    plain = relative(x.detach().float() @ weight.t(), exact)
+    out = _SplitLinear.apply(x, weight)
+    assert out.dtype == torch.float32 and relative(out, exact) < plain + 2**-23 * 8
+    seed = torch.randn(300, 64, device=device)
+    out.backward(seed)
+    exact = seed.double() @ weight.double()
+    assert relative(x.grad, exact) < 1.02 * relative(exact.bfloat16(), exact)

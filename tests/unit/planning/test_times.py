@@ -80,7 +80,9 @@ def test_a_part_is_its_work_over_its_rate():
     )
     assert "indexer" not in times.compute("recompute"), "the selection is kept"
     experts = 1.3 * 2 * rows * 8 * 3 * 6144 * 2048 * 75 / rates["experts"]
-    assert times.work["recompute"]["experts", "experts"] == pytest.approx(experts, rel=1e-3)
+    # One of three equal products makes the outputs, which recompute leaves out.
+    for phase, share in (("forward", 1), ("recompute", 2 / 3)):
+        assert times.work[phase]["experts", "experts"] == pytest.approx(experts * share, rel=1e-3)
     for phase in PASSES:
         parts = times.compute(phase)
         assert sum(parts.values()) == pytest.approx(sum(times.work[phase].values()))

@@ -22,7 +22,7 @@ from fullspan.models.common.frozen import (
     frozen_product,
 )
 from fullspan.ops.fp8.op import E4M3
-from fullspan.shapes import Float, Int64, Tensor
+from fullspan.shapes import Float, Float32, Int64, Tensor
 
 _ROWS = LinearMap(F.linear, torch.matmul)  # x W^T, whose adjoint is grad W
 
@@ -47,6 +47,54 @@ class Linear(FrozenProjection):
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}"
+
+
+def wide_linear(
+    x: Float[Tensor, "rows in"], weight: Float32[Tensor, "out in"]
+) -> Float32[Tensor, "rows out"]:
+    """x W^T in float32 with a frozen float32 weight, differentiable in x.
+
+    On a GPU, rows in bfloat16 meet the weight as a sum of three bfloat16 numbers, which together
+    have its 24 bits: matrix units multiply each without rounding and add up in float32.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return _SplitLinear.apply(x, weight)
+    return F.linear(x.float(), weight)
+
+
+class _SplitLinear(torch.autograd.Function):
+    """The gradient of x is rounded to bfloat16 in the end, so 16 bits of each factor are enough."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        parts = _wide_mm(x, torch.cat(_split(weight, 3)).t())
+        return parts.unflatten(1, (3, -1)).sum(1)
+
+    @staticmethod
+    @once_differentiable  # which hides the parameters' names from pyright
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        high, low = _split(grads[0], 2)
+        first, second = _split(weight, 2)
+        factors = torch.cat([high, low, high], 1), torch.cat([first, first, second])
+        return torch.mm(*factors), None
+
+
+def _split(wide: Tensor, terms: int) -> list[Tensor]:
+    """bfloat16 numbers whose sum is nearest to float32 ones; the differences are exact."""
+    parts = []
+    for _ in range(terms):
+        parts.append(wide.bfloat16())
+        wide = wide - parts[-1]
+    return parts
+
+
+def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
+    """A product of bfloat16 matrices in float32; a CPU widens them first."""
+    return torch.mm(a, b, torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
 
 
 class GroupedLinear(FrozenProjection):

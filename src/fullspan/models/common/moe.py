@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from fullspan.models.common.linear import GroupedLinear
+from fullspan.models.common.linear import GroupedLinear, wide_linear
 from fullspan.models.common.mlp import GatedMLP
 from fullspan.ops.rows.op import gather_rows, swiglu
 from fullspan.parallel.expert import ExpertParallel, Route, inverse
@@ -78,7 +78,7 @@ class Router(nn.Module):
         self.scaling, self.normalise = scaling, normalise
 
     def forward(self, x: Float[Tensor, "rows hidden"]) -> Routing:
-        scores = nn.functional.linear(x.float(), self.weight).sigmoid()
+        scores = wide_linear(x, self.weight).sigmoid()
         experts = self._choose(scores.detach() + self.e_score_correction_bias)
         weights = scores.gather(1, experts)
         if self.normalise:
