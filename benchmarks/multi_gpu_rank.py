@@ -370,6 +370,7 @@ class Replayed(SyntheticRanks):
 
     def counts(self, incoming: Tensor, outgoing: Tensor) -> None:
         """See Others: all of an expert's slots, evenly over the ranks."""
-        slots, ranks = next(self._arrived), len(incoming)
-        place = torch.arange(ranks, device=incoming.device)[:, None]
+        ranks, exchanges, _ = incoming.shape
+        slots = torch.stack(list(itertools.islice(self._arrived, exchanges)))
+        place = torch.arange(ranks, device=incoming.device)[:, None, None]
         incoming.copy_(slots // ranks + (place < slots % ranks))

@@ -7,7 +7,8 @@ from torch import nn
 
 from fullspan.checkpoint.load import load_model
 from fullspan.lora.config import LoraConfig
-from fullspan.lora.inject import inject, trainable_parameters
+from fullspan.lora.inject import adapted_modules, inject
+from fullspan.lora.layers import LoRAGroupedLinear
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.backend import resolve
 from fullspan.ops.linear_cross_entropy.op import IGNORE
@@ -41,7 +42,10 @@ def tiny_model(
     not zero.
     """
     options = OpOptions(
-        workspace_bytes=workspace_bytes, expert_bytes=workspace_bytes, loss_chunk_rows=64
+        workspace_bytes=workspace_bytes,
+        attention_bytes=workspace_bytes,
+        expert_bytes=workspace_bytes,
+        loss_chunk_rows=64,
     )
     options = resolve(options, torch.device("cpu"), torch.float32)
     model = load_model(
@@ -54,11 +58,22 @@ def tiny_model(
     )
     if adapters:
         inject(model, LoraConfig(r=3, alpha=6.0, targets=EVERY_TARGET, seed=1))
-        generator = torch.Generator().manual_seed(7)
-        for name, parameter in trainable_parameters(model).items():
-            if name.endswith("lora_b"):
-                nn.init.normal_(parameter, std=0.02, generator=generator)
+        stir(model)
     return model
+
+
+def stir(model: nn.Module) -> None:
+    """Give every lora_b values, the same on every split: from zero, lora_a has no gradient at the
+    first step, and Adam's first step of lora_b is the sign of each gradient, however small.
+    """
+    generator = torch.Generator().manual_seed(7)
+    for module in adapted_modules(model).values():
+        shape, held = module.lora_b.shape, slice(None)
+        if isinstance(module, LoRAGroupedLinear):
+            shape, held = (module.base.experts, *shape[1:]), module.base.held
+            held = slice(held.start, held.stop)
+        with torch.no_grad():
+            module.lora_b.copy_(torch.empty(shape).normal_(std=0.02, generator=generator)[held])
 
 
 def random_pack(

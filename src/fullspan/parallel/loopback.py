@@ -75,7 +75,7 @@ class Others:
     imbalance: float = 1.0
 
     def counts(self, incoming: Tensor, outgoing: Tensor) -> None:
-        """[ranks, local experts] int64 on both sides."""
+        """[ranks, exchanges, local experts] int64 on both sides."""
         incoming.copy_((outgoing * self.imbalance).round())
 
     def weights(self, gathered: Tensor, own: Tensor, rank: int) -> None:
