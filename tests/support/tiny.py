@@ -7,7 +7,7 @@ from torch import nn
 
 from fullspan.checkpoint.load import load_model
 from fullspan.lora.config import LoraConfig
-from fullspan.lora.inject import adapted_modules, inject
+from fullspan.lora.inject import adapted_modules, inject, trainable_parameters
 from fullspan.lora.layers import LoRAGroupedLinear
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.backend import resolve

@@ -21,6 +21,15 @@ def test_sigterm_is_noted_and_the_handler_comes_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.fixture
+def python_handles_ctrl_c():
+    """As in a terminal; a shell's background jobs start with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_one_ctrl_c_stops_and_a_later_one_interrupts(monkeypatch):
     monkeypatch.setattr(fullspan.train.stop, "_SECONDS_OF_ONE_CTRL_C", 0.2)
     with StopRequest() as stop:
