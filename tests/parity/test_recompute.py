@@ -100,7 +100,7 @@ def test_a_selection_is_planned_once_a_microbatch(tiny_checkpoints, monkeypatch,
         selections = seen_selections(model)
         for layer in layers:
             layer.self_attn.options = replace(model.options, sparse_attention=name)
-        packs = [random_pack([40], vocab=model.config.vocab_size, seed=seed) for seed in (0, 1)]
+        packs = [random_pack([24], vocab=model.config.vocab_size, seed=seed) for seed in (0, 1)]
         losses = [local_loss(model, pack)[0] for pack in packs]
         for loss in losses:
             loss.backward()
