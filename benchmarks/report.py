@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- tables: benchmarks/report.py -->", "<!-- end of tables -->"
 MEASURED = {
     "ms", "ms_p10", "ms_p90", "peak_bytes", "tflops", "peak_share", "flops", "failed",
-    "commit", "date", "torch", "triton", "cuda", "gpu", "nccl",
+    "commit", "date", "torch", "triton", "cuda", "gpu", "nccl", "package",
     "ms_min", "ms_max", "tokens_per_second_per_rank", "exchange_ms", "loopback_ms", "rehearsed_ms",
     "rehearsed_peak_bytes", "loss", "loss_difference", "logits_difference", "gradients_difference",
     "topk_difference", "bits_difference", "judged", "passed", "planned_ms", "planned_bytes",
@@ -212,7 +212,9 @@ def tables() -> str:
     sources = {
         tuple(str(row[field])[:12] for field in fields) for row in everything if "gpu" in row
     }
-    lines += [f"Measured with {', '.join(source)}." for source in sorted(sources)] + [""]
+    lines += [f"Measured with {', '.join(source)}." for source in sorted(sources)]
+    packages = {(row["backend"], row["package"]) for row in everything if "package" in row}
+    lines += [f"{backend}: {package}." for backend, package in sorted(packages)] + [""]
     formulas = {row["formula"]: row["op"] for row in everything if "formula" in row}
     lines += [f"FLOPs of {op}: `{formula}`." for formula, op in sorted(formulas.items())]
     return "\n".join(lines)

@@ -4,14 +4,15 @@
     python benchmarks/run.py --cases benchmarks/short.toml --compile --warm 100 --repeat 200 ...
 
 Cases are data (cases.toml; short.toml has the aims of the Hopper kernels, for one and a half
-minutes). Times are medians over at least half a second of runs back to back,
-after a quarter of a second of warm-up, the cache flushed between runs: sustained clocks. report.py
-makes the tables. Left out: whole training steps.
+minutes; optional.toml the optional backends beside them). Times are medians over at least half a
+second of runs back to back, after a quarter of a second of warm-up, the cache flushed between runs:
+sustained clocks. report.py makes the tables. Left out: whole training steps.
 """
 
 import argparse
 import datetime
 import gc
+import importlib.metadata
 import itertools
 import json
 import subprocess
@@ -24,18 +25,31 @@ from typing import Any
 import torch
 import triton
 
+from fullspan.ops.index_topk import cudnn_backend as index_cudnn
 from fullspan.ops.index_topk import hopper_backend as index_hopper
 from fullspan.ops.index_topk import triton_backend as index_triton
 from fullspan.ops.index_topk.op import index_topk
 from fullspan.ops.options import OpOptions
 from fullspan.ops.selection import Selection
-from fullspan.ops.sparse_attention import hopper_backend, triton_backend
+from fullspan.ops.sparse_attention import flash_mla_backend, hopper_backend, triton_backend
 from fullspan.ops.sparse_attention.chunks import choose_rows
 from fullspan.ops.sparse_attention.op import AttentionCall, row_products
 
 ROUNDED = "hopper_fp8_of_bf16"  # by ops.index_scores, which rounds the inputs first
 CASES = Path(__file__).parent / "cases.toml"
 VALUE = 512
+FORWARD = {
+    "hopper": hopper_backend.forward,
+    "triton": triton_backend.forward,
+    "flash_mla": flash_mla_backend.forward,  # has this pass alone
+    "cudnn": hopper_backend.forward,  # has the other one
+}
+INDEX = {
+    "hopper": index_hopper.index_topk,
+    "triton": index_triton.index_topk,
+    "cudnn": index_cudnn.index_topk,
+}
+PACKAGES = {"flash_mla": ("sglang-kernel", "flash_mla"), "cudnn": ("nvidia-cudnn-frontend",)}
 # What one H200 gives, TFLOP/s: nominal dense rates; a floor is work over these.
 PEAK = {"bf16": 989.0, "fp8": 1979.0}
 FORMULA = {
@@ -98,16 +112,14 @@ def attention_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
     query, kv, grad = normal(rows, heads, qk), normal(case["keys"], qk), normal(rows, heads, VALUE)
     ids = choose_ids(case)
     counts = torch.full((rows,), topk, dtype=torch.int32, device="cuda")
-    backend = hopper_backend if case["backend"] == "hopper" else triton_backend
-    workspace = case["workspace_gib"] << 30
-    settings = (None, qk**-0.5, VALUE)
-    out, lse = backend.forward(query, kv, ids, counts, *settings, workspace)
+    name, workspace = case["backend"], case["workspace_gib"] << 30
+    inputs = (query, kv, ids, counts, None, qk**-0.5, VALUE, workspace)
+    out, lse = FORWARD[name](*inputs)
     work = 2.0 * rows * topk * heads
-    yield (
-        "forward",
-        work * (qk + VALUE),
-        lambda: backend.forward(query, kv, ids, counts, *settings, workspace),
-    )
+    if name != "cudnn":
+        yield "forward", work * (qk + VALUE), lambda: FORWARD[name](*inputs)
+    if name == "flash_mla":
+        return
     work *= 3 * qk + 2 * VALUE
 
     dkv = torch.empty(kv.shape, device="cuda")
@@ -115,14 +127,17 @@ def attention_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
     def backward(selection: Selection, *, last: bool) -> None:
         call = AttentionCall(
             selection=selection, pack=case["keys"], heads=heads, qk=qk, value_dim=VALUE,
-            dtype=query.dtype, scale=qk**-0.5, backend=case["backend"], workspace=workspace,
+            dtype=query.dtype, scale=qk**-0.5, backend=name, workspace=workspace,
             last=last,
         )  # fmt: skip
-        delta = row_products(grad, out, case["backend"])
+        delta = row_products(grad, out, name)
         for span in call.spans:
             call.backward(span, grad[span], query[span], kv, delta[span], lse[span], dkv)
 
     yield "backward", work, lambda: backward(Selection(ids, counts), last=True)
+    if name == "cudnn":
+        return
+    backend = hopper_backend if name == "hopper" else triton_backend
     sizes = backend.sizes(query.device, query.dtype, (heads, qk, topk), VALUE, case["keys"], 0)
     chunk, _, block = choose_rows(sizes, rows, workspace)
 
@@ -142,7 +157,8 @@ def index_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
     """(what, floating point operations, call)."""
     rng = torch.Generator(device="cuda").manual_seed(1)
     rows, keys, heads = case["rows"], case["keys"], case["heads"]
-    fp8 = case["backend"] == "hopper_fp8"
+    name, _, scores = case["backend"].partition("_")
+    fp8 = scores == "fp8"
     kind = torch.float8_e4m3fn if fp8 else torch.bfloat16
     query = torch.randn(rows, heads, 128, generator=rng, device="cuda").to(kind)
     key = torch.randn(keys, 128, generator=rng, device="cuda").to(kind)
@@ -156,9 +172,8 @@ def index_runs(case: Case) -> Iterator[tuple[str, float, Run]]:
         given = (query, key, weights, start, end)
         yield "index_topk", work, lambda: index_topk(*given, topk=case["topk"], options=options)
         return
-    call = index_triton.index_topk if case["backend"] == "triton" else index_hopper.index_topk
     inputs = (query, key, weights, start, end, case["topk"], case["workspace_gib"] << 30, *scale)
-    yield "index_topk", work, lambda: call(*inputs)
+    yield "index_topk", work, lambda: INDEX[name](*inputs)
 
 
 RUNS = {"sparse_attention": attention_runs, "index_topk": index_runs}
@@ -180,6 +195,16 @@ def measure(call: Run, warm: int, repeat: int) -> dict[str, float] | None:
     quantiles = triton.testing.do_bench(call, warmup=warm, rep=repeat, quantiles=[0.5, 0.1, 0.9])
     median, low, high = (round(float(value), 4) for value in quantiles)
     return {"ms": median, "ms_p10": low, "ms_p90": high, "peak_bytes": peak}
+
+
+def package(backend: str) -> dict[str, str]:
+    """The package and version behind an optional backend, for its rows."""
+    for name in PACKAGES.get(backend.removesuffix("_fp8"), ()):
+        try:
+            return {"package": f"{name} {importlib.metadata.version(name)}"}
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {}
 
 
 def machine(commit: str) -> dict[str, str]:
@@ -220,7 +245,7 @@ def main() -> int:
                 measured = measure(call, given.warm, given.repeat)
                 if measured is None:
                     continue
-                row = {"op": what, **case, **measured, **fixed}
+                row = {"op": what, **case, **measured, **fixed, **package(case["backend"])}
                 if work:
                     rate = PEAK["fp8" if "fp8" in case["backend"] else "bf16"]
                     row |= {"flops": work, "formula": FORMULA[what]}

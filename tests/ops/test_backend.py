@@ -39,7 +39,8 @@ def test_a_choice_is_logged_once(caplog):
 
 def test_an_unknown_backend_lists_the_known_ones():
     with pytest.raises(
-        BackendError, match=r"ops.index_topk is 'flash'; .*: auto, hopper, triton, reference$"
+        BackendError,
+        match=r"ops.index_topk is 'flash'; .*: auto, hopper, triton, reference, cudnn$",
     ):
         OpOptions(index_topk="flash")
 

@@ -16,7 +16,7 @@ def test_the_tables_are_those_of_the_rows():
 
 def test_every_case_names_the_same_settings():
     names = {"sparse_attention": set(), "index_topk": set()}
-    for file in ("cases.toml", "short.toml"):
+    for file in ("cases.toml", "short.toml", "optional.toml"):
         cases = tomllib.loads((ROOT / "benchmarks" / file).read_text(encoding="utf-8"))
         assert cases.keys() == names.keys()
         for op, entries in cases.items():

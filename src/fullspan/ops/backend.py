@@ -29,6 +29,15 @@ Check = Callable[[torch.device, torch.dtype, Widths], str | None]
 GLUON_TRITON = "3.6"
 E4M3 = torch.float8_e4m3fn
 MOST_TOPK = 4096  # keys of a row that the Triton kernels hold in registers
+OPTIONAL = ("flash_mla", "cudnn")  # kernels of others, in packages of their own: never by "auto"
+UNREPEATABLE = ("sparse_attention", "cudnn")
+NOTES = {
+    ("sparse_attention", "flash_mla"): ": its forward pass, hopper's backward",
+    UNREPEATABLE: ": its backward pass, hopper's forward. It adds with float atomics: gradients "
+    "differ in their last bits from run to run, and a resumed run from an uninterrupted one",
+}
+FLASH_MLA = ("flashmla_ops", "flash_mla", "sgl_kernel")  # modules that bring its operator
+CUDNN = (1, 32)  # the first cuDNN frontend whose top-k has an order
 
 
 def _check_reference(device: torch.device, dtype: torch.dtype, widths: Widths) -> str | None:
@@ -36,9 +45,15 @@ def _check_reference(device: torch.device, dtype: torch.dtype, widths: Widths) -
     return None if dtype in allowed else f"computes in floating point, not in {dtype}"
 
 
+def _check_nvidia(device: torch.device) -> str | None:
+    cuda = device.type == "cuda" and torch.version.cuda is not None
+    return None if cuda else f"needs an NVIDIA GPU, not {device}"
+
+
 def _check_triton(device: torch.device, dtype: torch.dtype, widths: Widths) -> str | None:
-    if device.type != "cuda" or torch.version.cuda is None:
-        return f"needs an NVIDIA GPU, not {device}"
+    refusal = _check_nvidia(device)
+    if refusal:
+        return refusal
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -50,23 +65,64 @@ def _check_triton(device: torch.device, dtype: torch.dtype, widths: Widths) -> s
     return None
 
 
-def _check_hopper(
+def _check_sm90(
     fixed: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, widths: Widths
 ) -> str | None:
-    refusal = _check_triton(device, dtype, widths)
+    refusal = _check_nvidia(device)
     if refusal:
         return refusal
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
-    version = importlib.metadata.version("triton")
-    if not version.startswith(f"{GLUON_TRITON}."):
-        return f"needs triton {GLUON_TRITON}, not {version}"
     if dtype != torch.bfloat16:
         return f"computes in bfloat16, not in {dtype}"
     for name, allowed in fixed.items():
         if widths.get(name, allowed[0]) not in allowed:
             return f"needs {name} {' or '.join(map(str, allowed))}, not {widths[name]}"
     return None
+
+
+def _check_hopper(
+    fixed: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, widths: Widths
+) -> str | None:
+    refusal = _check_triton(device, dtype, widths) or _check_sm90(fixed, device, dtype, widths)
+    if refusal:
+        return refusal
+    version = importlib.metadata.version("triton")
+    if not version.startswith(f"{GLUON_TRITON}."):
+        return f"needs triton {GLUON_TRITON}, not {version}"
+    return None
+
+
+def _check_flash_mla(device: torch.device, dtype: torch.dtype, widths: Widths) -> str | None:
+    refusal = _check_hopper_attention(device, dtype, widths)
+    if refusal or any(importlib.util.find_spec(name) for name in FLASH_MLA):
+        return refusal
+    return "needs FlashMLA, which is not here: pip install sglang-kernel (docs/benchmarks.md)"
+
+
+def _check_cudnn(
+    check: Check, device: torch.device, dtype: torch.dtype, widths: Widths
+) -> str | None:
+    refusal = check(device, dtype, widths)
+    if refusal:
+        return refusal
+    least = ".".join(map(str, CUDNN))
+    how = f"pip install 'nvidia-cudnn-frontend>={least}' (docs/benchmarks.md)"
+    try:
+        version = importlib.metadata.version("nvidia-cudnn-frontend")
+    except importlib.metadata.PackageNotFoundError:
+        return f"needs the cuDNN frontend, which is not here: {how}"
+    old = tuple(map(int, version.split(".")[:2])) < CUDNN
+    return f"needs the cuDNN frontend {least} or newer, not {version}: {how}" if old else None
+
+
+def _check_cudnn_index(device: torch.device, dtype: torch.dtype, widths: Widths) -> str | None:
+    most = 2048
+    if widths.get("topk", 0) > most:
+        return f"chooses {most} keys a row at most, not {widths['topk']}"
+    return _check_cudnn(
+        functools.partial(_check_sm90, {"index_dim": (128,)}), device, dtype, widths
+    )
 
 
 def _check_fp8(device: torch.device, dtype: torch.dtype, widths: Widths) -> str | None:
@@ -93,11 +149,14 @@ BACKENDS: dict[str, dict[str, Check]] = {
         "hopper": functools.partial(_check_index, _check_hopper_index),
         "triton": _check_triton,
         "reference": functools.partial(_check_index, _check_reference),
+        "cudnn": functools.partial(_check_index, _check_cudnn_index),
     },
     "sparse_attention": {
         "hopper": _check_hopper_attention,
         "triton": _check_triton,
         "reference": _check_reference,
+        "flash_mla": _check_flash_mla,
+        "cudnn": functools.partial(_check_cudnn, _check_hopper_attention),
     },
     "fp8": {"triton": _check_fp8, "reference": _check_reference},
     "rows": {"triton": _check_triton, "reference": _check_reference},
@@ -138,7 +197,8 @@ def choose(
     widths: tuple[tuple[str, int], ...] = (),
 ) -> str:
     """The backend of one op, see `resolve`."""
-    verdicts = {name: check(device, dtype, dict(widths)) for name, check in BACKENDS[op].items()}
+    known = {n: c for n, c in BACKENDS[op].items() if n == wanted or n not in OPTIONAL}
+    verdicts = {name: check(device, dtype, dict(widths)) for name, check in known.items()}
     able = [name for name, refusal in verdicts.items() if refusal is None]
     listing = "; ".join(f"{name}: {refusal or 'can run'}" for name, refusal in verdicts.items())
     if wanted == "auto" and able:
@@ -146,7 +206,9 @@ def choose(
         logger.info(why, op, able[0], dtype, device, listing)
         return able[0]
     if wanted in able:
-        logger.info("%s: %s, named by ops.%s", op, wanted, op)
+        level = logging.WARNING if (op, wanted) == UNREPEATABLE else logging.INFO
+        note = NOTES.get((op, wanted), "")
+        logger.log(level, "%s: %s, named by ops.%s%s", op, wanted, op, note)
         return wanted
     kind = f"{dtype} (ops.index_scores)" if dtype == E4M3 else str(dtype)
     raise BackendError(f"ops.{op} = {wanted!r} cannot run for {kind} on {device} ({listing})")

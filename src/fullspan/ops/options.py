@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from fullspan.errors import BackendError, ConfigError
 
-# As in backend.BACKENDS, in the order in which "auto" tries them.
+# As in backend.BACKENDS, in the order in which "auto" tries them; it never takes an optional one.
 BACKEND_NAMES = {
-    "index_topk": ("hopper", "triton", "reference"),
-    "sparse_attention": ("hopper", "triton", "reference"),
+    "index_topk": ("hopper", "triton", "reference", "cudnn"),
+    "sparse_attention": ("hopper", "triton", "reference", "flash_mla", "cudnn"),
     "fp8": ("triton", "reference"),
     "rows": ("triton", "reference"),
 }
@@ -33,7 +33,7 @@ class OpOptions:
     weights.
     loss_chunk_rows: rows whose logits over the vocabulary exist at once.
 
-    Every backend gives the same bits on every run: there is no other mode.
+    Every backend gives the same bits on every run, but for sparse_attention = "cudnn", which warns.
     """
 
     index_topk: str = "auto"

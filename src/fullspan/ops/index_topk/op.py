@@ -18,6 +18,7 @@ _IMPLEMENTATIONS = {
     "hopper": on_first_call("fullspan.ops.index_topk.hopper_backend", "index_topk"),
     "triton": on_first_call("fullspan.ops.index_topk.triton_backend", "index_topk"),
     "reference": reference.index_topk,
+    "cudnn": on_first_call("fullspan.ops.index_topk.cudnn_backend", "index_topk"),
 }
 
 

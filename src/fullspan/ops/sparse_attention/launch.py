@@ -256,10 +256,17 @@ def backward(
             own.partials(part)
             _add_up(call, part, dkv, add or part.at > 0)
         if sink is not None:
-            delta, lse = call.delta[:, :heads], lse[:, :heads]
-            # Minus its own probability times delta, summed over rows in a fixed order.
-            dsink = -(torch.exp(sink.float()[None, :] - lse) * delta).sum(0)
+            dsink = sink_gradient(sink, call.lse[:, :heads], call.delta[:, :heads])
     return call.dquery[:, :heads].contiguous(), dsink
+
+
+def sink_gradient(
+    sink: Float[Tensor, "heads"],
+    lse: Float[Tensor, "rows heads"],
+    delta: Float[Tensor, "rows heads"],
+) -> Float[Tensor, "heads"]:
+    """Minus its own probability times delta, summed over rows in a fixed order."""
+    return -(torch.exp(sink.to(lse.dtype) - lse) * delta).sum(0)
 
 
 def _buffers(query: Tensor, rows: int, shape: Shape, fused: bool) -> dict[str, Any]:

@@ -20,24 +20,29 @@ from fullspan.shapes import Float, Tensor
 _TRITON = "fullspan.ops.sparse_attention.triton_backend"
 _HOPPER = "fullspan.ops.sparse_attention.hopper_backend"
 _LAUNCH = "fullspan.ops.sparse_attention.launch"
+_FLASH_MLA = "fullspan.ops.sparse_attention.flash_mla_backend"
+_CUDNN = "fullspan.ops.sparse_attention.cudnn_backend"
+# The optional backends bring one pass each; hopper's kernels do the other.
 _FORWARD = {
     "hopper": on_first_call(_HOPPER, "forward"),
     "triton": on_first_call(_TRITON, "forward"),
     "reference": reference.forward,
+    "flash_mla": on_first_call(_FLASH_MLA, "forward"),
+    "cudnn": on_first_call(_HOPPER, "forward"),
 }
 _BACKWARD = {
     "hopper": on_first_call(_HOPPER, "backward"),
     "triton": on_first_call(_TRITON, "backward"),
     "reference": reference.backward,
+    "flash_mla": on_first_call(_HOPPER, "backward"),
+    "cudnn": on_first_call(_CUDNN, "backward"),
 }
-_PRODUCTS = {
-    "hopper": on_first_call(_LAUNCH, "row_products"),
-    "triton": on_first_call(_LAUNCH, "row_products"),
-    "reference": reference.row_products,
-}
+_PRODUCTS = dict.fromkeys(_FORWARD, on_first_call(_LAUNCH, "row_products"))
+_PRODUCTS["reference"] = reference.row_products
 # Where the backward has a plan: the sizes of a call, and its plan.
-_SIZES = {"hopper": on_first_call(_HOPPER, "sizes"), "triton": on_first_call(_TRITON, "sizes")}
-_PLAN = {"hopper": on_first_call(_HOPPER, "plan"), "triton": on_first_call(_TRITON, "plan")}
+_PLANNERS = {"hopper": _HOPPER, "triton": _TRITON, "flash_mla": _HOPPER}
+_SIZES = {name: on_first_call(module, "sizes") for name, module in _PLANNERS.items()}
+_PLAN = {name: on_first_call(module, "plan") for name, module in _PLANNERS.items()}
 
 
 def sparse_attention(
