@@ -87,20 +87,21 @@ def outputs_of(
 
 
 def part_rows(query: Tensor, kv: Tensor, value_dim: int, workspace_bytes: int) -> int:
-    """Rows of one call within the workspace: fp32 and bf16 dkv of the whole pack, then by row what
-    stands for the outputs, padded copies, and the kernel's two sums a head. The kernel's addresses
-    are of 32 bits."""
+    """Rows of one call within three quarters of the workspace, as the caller's span may take one:
+    fp32 and bf16 dkv of the whole pack, then by row what stands for the outputs, padded copies, and
+    the kernel's two sums a head. The kernel's addresses are of 32 bits.
+    """
     heads, width = query.shape[1:]
-    padded = heads + -heads % HEADS
+    padded, room = heads + -heads % HEADS, workspace_bytes // 4 * 3
     copies = 0 if heads == padded else 2 * width + value_dim
     row = padded * (query.element_size() * (value_dim + copies) + 8)
     pack = (kv.shape[0] + HEADS) * width * (4 + query.element_size())
-    if pack + row > workspace_bytes:
+    if pack + row > room:
         raise ConfigError(
             f"ops.attention_bytes is {workspace_bytes}; cuDNN's backward of sparse attention needs "
-            f"at least {pack + row} for {kv.shape[0]} keys"
+            f"at least {-(-(pack + row) // 3) * 4} for {kv.shape[0]} keys"
         )
-    return min((workspace_bytes - pack) // row, (2**31 - 1) // (padded * width))
+    return min((room - pack) // row, (2**31 - 1) // (padded * width))
 
 
 def refuse_determinism() -> None:
