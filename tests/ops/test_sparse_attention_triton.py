@@ -269,6 +269,19 @@ def test_row_products():
         torch.testing.assert_close(launch.row_products(grad, out), (grad * out).sum(2))
 
 
+def test_padding_copies_only_where_something_is_missing():
+    """Queries and their gradients are the largest tensors of a call."""
+    x = torch.randn(6, 4, 8)
+    assert launch.whole(x, 1, 4).data_ptr() == x.data_ptr()
+    assert launch.whole(x.mT, 1, 4).is_contiguous()
+    grown = launch.whole(x, 1, 3, -1.0)
+    assert (
+        torch.equal(grown[:, :4], x)
+        and grown.shape == (6, 6, 8)
+        and bool((grown[:, 4:] == -1).all())
+    )
+
+
 def test_chunks_fit_the_workspace():
     """At GLM-5.2's widths: below the budget, not much of it where little is won by more, and rounds
     of the multiprocessors nearly full.

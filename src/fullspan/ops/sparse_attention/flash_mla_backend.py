@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from fullspan.errors import BackendError
 from fullspan.ops.backend import FLASH_MLA
+from fullspan.ops.sparse_attention.launch import whole
 from fullspan.shapes import Float, Float32, Int32, Tensor
 
 HEADS = 64
@@ -51,7 +52,7 @@ def forward(
         )
     missing = -heads % HEADS
     sinks = None if sink is None else pad(sink.float(), (0, missing))
-    query, kv = pad(query, (0, 0, 0, missing)).contiguous(), kv.contiguous()
+    query, kv = whole(query, 1, HEADS), kv.contiguous()
     step = (2**31 - 1) // (ids.shape[1] + SLOTS)  # the kernel counts slots in 32 bits
     if rows <= step:
         out, lse = _call(query, kv, ids, counts, sinks, scale, value_dim)
@@ -78,7 +79,7 @@ def clean(
     """ids with -1 in every empty slot, in whole multiples of SLOTS."""
     slots = torch.arange(ids.shape[1], device=ids.device)
     filled = ids.masked_fill(slots >= counts[:, None], -1)
-    return pad(filled, (0, -ids.shape[1] % SLOTS), value=-1)
+    return whole(filled, 1, SLOTS, -1)
 
 
 def natural(

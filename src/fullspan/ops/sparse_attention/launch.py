@@ -289,8 +289,11 @@ def _buffers(query: Tensor, rows: int, shape: Shape, fused: bool) -> dict[str, A
 
 
 def whole(x: Tensor, dim: int, multiple: int, value: float = 0.0) -> Tensor:
-    """x with whole multiples along a dimension, contiguous."""
+    """x with whole multiples along a dimension, contiguous; x itself where it is so already, which
+    torch's pad would copy."""
     missing = -x.shape[dim] % multiple
+    if not missing:
+        return x.contiguous()
     return pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing), value=value).contiguous()
 
 
