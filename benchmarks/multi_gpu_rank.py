@@ -32,7 +32,7 @@ from fullspan.parallel.watch import Exchange, Watch
 from fullspan.parity.probe import RunSeen, watched_steps
 from fullspan.parity.run import SAMPLED_ROWS
 from fullspan.planning.case import Case, read_fields
-from fullspan.planning.measure import Meter, measure
+from fullspan.planning.measure import Meter
 from fullspan.planning.memory import Memory
 from fullspan.planning.phases import Place, Timeline, follow, medians
 from fullspan.planning.rehearse import Stage, model_of, resident_bytes
@@ -289,7 +289,7 @@ def _take(
             walls.append(time.perf_counter() - begin)
 
     if device.type == "cuda":
-        usage = measure(device, timed)
+        usage = Meter(device).measure(timed)
         return Taken(walls=walls, seconds=medians(runs), peak=(usage.before or 0) + usage.peak)
     timed()
     taken = Taken(walls=walls, seconds=medians(runs), peak=None)
@@ -297,7 +297,9 @@ def _take(
         return taken
     if watch is not None:
         watch.patience = SECONDS_UNTIL_LET_GO
-    usage = measure(device, step)  # by a profiler, with which a step takes several times as long
+    usage = Meter(device).measure(
+        step
+    )  # by a profiler, with which a step takes several times as long
     if watch is not None:
         watch.patience = 0.0
     resident = sum(resident_bytes(session, units).values())

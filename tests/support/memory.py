@@ -7,14 +7,22 @@ import torch
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile
 
-from fullspan.planning.measure import PRODUCTS, measure, peak_bytes
+from fullspan.planning.measure import PRODUCTS, Meter, Usage
 
-__all__ = ["kept_bytes", "peak_and_flops", "peak_bytes"]
+
+def measure(computation: Callable[[], object]) -> Usage:
+    """Of one computation on the CPU."""
+    return Meter(torch.device("cpu")).measure(computation)
+
+
+def peak_bytes(computation: Callable[[], object]) -> int:
+    """The most that was allocated at any one time."""
+    return measure(computation).peak
 
 
 def kept_bytes(computation: Callable[[], object]) -> int:
     """The bytes that are still allocated when `computation` has ended, its result alive."""
-    return measure(torch.device("cpu"), computation).kept
+    return measure(computation).kept
 
 
 def peak_and_flops(computation: Callable[[], object]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from fullspan.checkpoint.mapping import CheckpointMapping, Piece, Tensors
+from fullspan.checkpoint.mapping import CheckpointMapping, Piece
 from fullspan.checkpoint.quantisation import Quantisation
 from fullspan.checkpoint.safetensors_io import CheckpointFolder, TensorReader
 from fullspan.errors import CheckpointError
@@ -143,21 +143,6 @@ def meta_model(
     """The model without storage: names and shapes only. experts: those held; None: all."""
     with torch.device("meta"):
         return DsaForCausalLM(config, options, recompute=recompute, experts=experts)
-
-
-def checkpoint_tensors(
-    tensors: Tensors, mapping: CheckpointMapping, source: CheckpointFolder
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a whole checkpoint holds after `tensors` (by model name) replaced those of `source`.
-
-    Names and dtypes are those of the source; tensors that the mapping ignores are copied through.
-    """
-    for name, tensor in mapping.to_checkpoint(tensors):
-        yield name, tensor.to(source.tensors[name].dtype)
-    with source.reader() as reader:
-        for name in source.tensors:
-            if mapping.is_ignored(name):
-                yield name, reader.read(name)
 
 
 @contextmanager

@@ -6,8 +6,8 @@ model. Routed experts are one 3-D parameter there and are reached through `targe
 lora_A [experts * rank, in] has its rows expert by expert, lora_B [out, rank * experts] its columns
 rank by rank (column = rank index * experts + expert), and where two parameters of one module have
 adapters, the first is nested in the second under "base_layer". Servers read 2-D keys of each expert
-more reliably; that form can be written, not read. One process writes; nothing is gathered here.
-Merged weights are checkpoint/merge.py's.
+more reliably; that form can be written too. One process writes; nothing is gathered here, and no
+folder is read back. Merged weights are checkpoint/merge.py's.
 """
 
 import json
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from fullspan.errors import CheckpointError, ConfigError
+from fullspan.errors import CheckpointError
 from fullspan.lora.config import LoraConfig
-from fullspan.lora.inject import adapted_modules, inject
+from fullspan.lora.inject import adapted_modules
 from fullspan.lora.layers import LoRAGroupedLinear, LoRAModule
 from fullspan.lora.per_expert import split_adapters
 from fullspan.models.common.linear import GroupedLinear, Linear
@@ -39,22 +39,6 @@ _PREFIX = "base_model.model."
 # maps to qwen2_moe (both of ours do), wherever they stand: dense and shared MLPs would lose their
 # adapters. Named as parameters (".weight") they are left alone, and their keys are the same.
 _TAKEN_FOR_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj"})
-# PEFT options that change what an adapter computes, with the one value that is understood.
-_ONLY_VALUE: dict[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "use_rslora": False,
-    "use_dora": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": None,
-    "exclude_modules": None,
-    "layers_to_transform": None,
-    "layer_replication": None,
-    "trainable_token_indices": None,
-}
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
@@ -73,7 +57,7 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         CheckpointError: a tensor is missing, unexpected or of another shape. Nothing is changed.
     """
     own = adapter_state(model)
-    _check_names(state, own, "the adapter state")
+    _check_names(state, own)
     for name, tensor in own.items():
         if state[name].shape != tensor.shape:
             raise CheckpointError(
@@ -127,42 +111,6 @@ def to_peft(
     _write(folder, tensors, _peft_config(config, str(base_model_path), targets))
 
 
-def from_peft(folder: Path, model: nn.Module) -> LoraConfig:
-    """Read a PEFT folder into the model, which is given the adapters if it has none yet.
-
-    Every key of the file must be used and every adapter must be filled. Returns the settings that
-    the folder stands for; its targets are full module names.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, asks for what is not implemented, or fits
-            neither the model nor the adapters that it already has.
-    """
-    fields = _read_config(folder)
-    tensors = _read_weights(folder)
-    try:
-        config = LoraConfig(
-            r=fields["r"], alpha=fields["lora_alpha"], targets=_named_modules(model, fields)
-        )
-        if not adapted_modules(model):
-            inject(model, config)
-    except ConfigError as error:
-        raise CheckpointError(f"{folder / CONFIG_NAME}: {error}") from None
-    modules = adapted_modules(model)
-    _check_same(folder, config, modules)
-    keys = {
-        f"{key}.lora_{side.upper()}.weight": (name, side)
-        for name, key in _peft_keys(modules).items()
-        for side in ("a", "b")
-    }
-    _check_names(tensors, keys, str(folder / WEIGHTS_NAME))
-    state = {
-        f"{name}.lora_{side}": _unfold(key, modules[name], side, tensors[key])
-        for key, (name, side) in keys.items()
-    }
-    load_adapter_state(model, state)
-    return config
-
-
 def _per_expert(
     model: DsaForCausalLM, modules: Mapping[str, LoRAModule]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -184,22 +132,6 @@ def _fold(module: LoRAModule, side: str) -> Tensor:
         return tensor
     # [experts, rank, in] -> [experts * rank, in]; [experts, out, rank] -> [out, rank * experts]
     return tensor.flatten(0, 1) if side == "a" else tensor.permute(1, 2, 0).flatten(1)
-
-
-def _unfold(key: str, module: LoRAModule, side: str, tensor: Tensor) -> Tensor:
-    """The inverse of `_fold`."""
-    expected = _fold(module, side).shape
-    if tensor.shape != expected:
-        raise CheckpointError(
-            f"{key} has shape {list(tensor.shape)}, but the model needs {list(expected)}: "
-            "the adapter belongs to another base model"
-        )
-    if not isinstance(module, LoRAGroupedLinear):
-        return tensor
-    experts = module.lora_a.shape[0]
-    if side == "a":
-        return tensor.unflatten(0, (experts, -1))
-    return tensor.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
 def _peft_keys(modules: Mapping[str, LoRAModule]) -> dict[str, str]:
@@ -290,85 +222,17 @@ def _ends(name: str, ending: str) -> bool:
     return name == ending or name.endswith(f".{ending}")
 
 
-def _named_modules(model: nn.Module, fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """The modules that a PEFT configuration selects, by PEFT's rules."""
-    names: dict[str, list[str]] = {}
-    for option in ("target_modules", "target_parameters"):
-        value = fields.get(option) or []
-        if not isinstance(value, list):
-            raise ConfigError(f"{option} is {value!r}: only a list of names can be read")
-        names[option] = value
-    found = [
-        name
-        for name, module in _projections(model).items()
-        if any(_ends(_parameter_name(name, module), end) for end in names["target_parameters"])
-        or (
-            type(module) is not GroupedLinear
-            and any(_ends(name, end) for end in names["target_modules"])
-        )
-    ]
-    if not found:
-        raise ConfigError("target_modules and target_parameters name no module of this model")
-    return tuple(found)
-
-
-def _check_names(given: Iterable[str], own: Iterable[str], where: str) -> None:
-    given, own = list(given), list(own)
-    known, present = set(own), set(given)
+def _check_names(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     for what, names in (
-        ("does not hold", [name for name in own if name not in present]),
-        ("holds the unknown", [name for name in given if name not in known]),
+        ("does not hold", [name for name in own if name not in state]),
+        ("holds the unknown", [name for name in state if name not in own]),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CheckpointError(
-                f"{where} {what} {names[0]}{more}: its targets or base model are not this model's"
+                f"the adapter state {what} {names[0]}{more}: its targets or base model are not "
+                "this model's"
             )
-
-
-def _check_same(folder: Path, config: LoraConfig, modules: Mapping[str, LoRAModule]) -> None:
-    """The adapters that the model already has must be those of the folder."""
-    differing = set(config.targets).symmetric_difference(modules)
-    if differing:
-        name = min(differing)
-        has, lacks = ("the model", folder) if name in modules else (folder, "the model")
-        raise CheckpointError(f"{has} has an adapter on {name}, {lacks} has none: targets differ")
-    for name, module in modules.items():
-        if module.scale != config.alpha / config.r:
-            raise CheckpointError(
-                f"{folder} scales its adapters by lora_alpha / r = {config.alpha / config.r}, the "
-                f"model's {name} by {module.scale}: lora.alpha and lora.r must be the folder's"
-            )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG_NAME
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"no {CONFIG_NAME} in {folder}: not a PEFT adapter folder") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{file} holds no JSON object")
-    for option, only in _ONLY_VALUE.items():
-        value = fields.get(option, only)
-        if value != only and (value or only):  # PEFT writes nothing as null, [], {} or false
-            raise CheckpointError(f"{file}: {option} is {value!r}, only {only!r} can be read")
-    if type(fields.get("r")) is not int or type(fields.get("lora_alpha")) not in (int, float):
-        got = f"{fields.get('r')!r} and {fields.get('lora_alpha')!r}"
-        raise CheckpointError(f"{file}: r and lora_alpha are {got}, they must be numbers")
-    return fields
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    file = folder / WEIGHTS_NAME
-    try:
-        return load_file(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"no {WEIGHTS_NAME} in {folder}") from None
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is damaged or cannot be read: {error}") from None
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], fields: dict[str, Any]) -> None:

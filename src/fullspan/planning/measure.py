@@ -113,16 +113,6 @@ class _Seen:
         self.place = place
 
 
-def measure(device: torch.device, computation: Callable[[], object]) -> Usage:
-    """`Meter.measure` of a computation without places."""
-    return Meter(device).measure(computation)
-
-
-def peak_bytes(computation: Callable[[], object]) -> int:
-    """`measure` on the CPU, the peak alone."""
-    return _on_cpu(computation).peak
-
-
 def _on_cpu(computation: Callable[[], object]) -> Usage:
     # Not torch.profiler's: that one would make a Python object of every event.
     with profile(

@@ -174,17 +174,6 @@ def routed_weights(config: DsaConfig) -> list[Weight]:
     return [w for n in layers for w in layer_weights(config, n) if w.routed]
 
 
-def mtp_weights(config: DsaConfig) -> list[Weight]:
-    """The multi-token-prediction layer of the checkpoint, which is neither loaded nor trained: a
-    full sparse layer, and what joins a hidden state with the next token (models.md)."""
-    kinds = list(zip(config.indexer_types, config.mlp_layer_types, strict=True))
-    width = config.hidden_size
-    norms = [Weight(name, (width,)) for name in ("enorm", "hnorm", "shared_head.norm")]
-    like = kinds.index(("full", "sparse"))
-    bias = Weight("e_score_correction_bias", (config.n_routed_experts,), wide=True)
-    return [*layer_weights(config, like), bias, _matrix("eh_proj", width, 2 * width), *norms]
-
-
 @functools.cache
 def unit_shares(config: DsaConfig, form: WeightFormat, ranks: int) -> tuple[int, ...]:
     """Bytes of each unit that each of `ranks` holds."""

@@ -3,12 +3,15 @@
 import json
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from fullspan.checkpoint.mapping import CheckpointMapping, Tensors
+from fullspan.checkpoint.safetensors_io import CheckpointFolder
 from fullspan.shapes import Tensor
 
 
@@ -42,3 +45,16 @@ def peak_bytes() -> int:
 def all_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder, read by safetensors alone."""
     return {name: t for shard in shards(folder) for name, t in load_file(shard).items()}
+
+
+def written_back(
+    tensors: Tensors, mapping: CheckpointMapping, source: CheckpointFolder
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a whole checkpoint holds after `tensors` (by model name) replaced those of `source`, with
+    its names and dtypes; what the mapping ignores is copied through.
+    """
+    for name, tensor in mapping.to_checkpoint(tensors):
+        yield name, tensor.to(source.tensors[name].dtype)
+    with source.reader() as reader:
+        for name in filter(mapping.is_ignored, source.tensors):
+            yield name, reader.read(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullspan.checkpoint.load import checkpoint_tensors, load_model, read_mapping
+from fullspan.checkpoint.load import load_model, read_mapping
 from fullspan.checkpoint.safetensors_io import CheckpointFolder
 from fullspan.checkpoint.tiny import FP8_BLOCK, init_tiny
 from fullspan.cli.main import main
@@ -19,7 +19,7 @@ from fullspan.ops.fp8.op import scale_shape
 from fullspan.ops.options import OpOptions
 from tests.support.fp8 import write_twins
 from tests.support.tiny import FAMILIES
-from tests.unit.checkpoint.conftest import all_tensors, edit
+from tests.unit.checkpoint.conftest import all_tensors, edit, written_back
 
 E4M3 = torch.float8_e4m3fn
 Q_B = "model.layers.1.self_attn.q_b_proj.weight"
@@ -166,7 +166,7 @@ def test_the_mapping_takes_scales_back_to_the_files(twins):
     """Declared and invertible: every tensor of the folder comes back to the bit, MTP layer too."""
     folder = CheckpointFolder.open(twins[0])
     mapping, _ = read_mapping(folder, DsaConfig.load(twins[0]), OpOptions())
-    back = dict(checkpoint_tensors(load(twins[0]).state_dict(), mapping, folder))
+    back = dict(written_back(load(twins[0]).state_dict(), mapping, folder))
     files = all_tensors(twins[0])
     assert back.keys() == files.keys()
     for name, tensor in files.items():

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from fullspan.checkpoint.adapter import read_adapters
 from fullspan.checkpoint.load import load_model
 from fullspan.checkpoint.merge import rewrite
 from fullspan.checkpoint.safetensors_io import CheckpointFolder
@@ -23,7 +24,7 @@ from fullspan.cli.main import main
 from fullspan.errors import CheckpointError
 from fullspan.lora.config import LoraConfig
 from fullspan.lora.inject import adapted_modules, inject, trainable_parameters
-from fullspan.lora.state import from_peft
+from fullspan.lora.state import load_adapter_state
 from fullspan.models.dsa.model import DsaForCausalLM
 from fullspan.ops.fp8.op import dequantise_blocks
 from fullspan.ops.options import OpOptions
@@ -86,8 +87,14 @@ def run(tmp_path_factory) -> Path:
 def trained(run) -> DsaForCausalLM:
     """The trained model in float32: FP8 weights dequantised exactly, adapters beside them."""
     model = _load(run.parent / "model")
-    from_peft(run / "adapter", model)
+    _adapt(model, run)
     return model
+
+
+def _adapt(model: DsaForCausalLM, run: Path) -> None:
+    """Give it the adapters at the end of the run."""
+    inject(model, LoraConfig(r=3, alpha=6, targets=EVERY_TARGET))
+    load_adapter_state(model, read_adapters(run / "checkpoints" / "step-2"))
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +236,7 @@ def test_merged_models_give_the_trained_models_logits(run, bf16, fp8, tmp_path):
     """
     trained = _load(_without_choices(run.parent / "model", tmp_path / "trained"))
     base = _logits(trained)
-    from_peft(run / "adapter", trained)
+    _adapt(trained, run)
     wanted = _logits(trained)
     found = {
         path.name: relative(_logits(_load(_without_choices(path, tmp_path / path.name))), wanted)
@@ -361,7 +368,7 @@ def test_scales_that_are_powers_of_two_stay_so(run, tmp_path):
                 tensors[name] = tensor.log2().ceil().exp2()
         save_file(tensors, shard, metadata={"format": "pt"})
     model = _load(tmp_path / "model")
-    from_peft(run / "adapter", model)
+    _adapt(model, run)
     rewrite(tmp_path / "model", tmp_path / "out", adapted_modules(model), format="fp8")
     scale = all_tensors(tmp_path / "out")[f"{LAYER}self_attn.q_b_proj.weight_scale_inv"]
     assert torch.equal(scale.log2(), scale.log2().round())

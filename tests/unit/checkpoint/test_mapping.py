@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from fullspan.checkpoint.load import checkpoint_tensors, meta_model
+from fullspan.checkpoint.load import meta_model
 from fullspan.checkpoint.mapping import CheckpointMapping, Ignore, Piece, Rename, StackExperts
 from fullspan.checkpoint.safetensors_io import CheckpointFolder
 from fullspan.checkpoint.tiny import init_tiny
@@ -15,7 +15,7 @@ from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.ops.options import OpOptions
 from tests.support.tiny import FAMILIES
-from tests.unit.checkpoint.conftest import all_tensors
+from tests.unit.checkpoint.conftest import all_tensors, written_back
 
 STEPS = (
     Rename(source="plain", target="renamed"),
@@ -118,7 +118,7 @@ def test_round_trip_is_bit_equal(tiny_checkpoints, family):
         for piece in step.pieces():
             piece.of(filled[step.target]).copy_(files[piece.source])
     source = CheckpointFolder.open(folder)
-    back = dict(checkpoint_tensors(filled, mapping, source))
+    back = dict(written_back(filled, mapping, source))
     assert set(back) == set(files)
     assert all(torch.equal(back[name], tensor) for name, tensor in files.items())
 
@@ -132,7 +132,7 @@ def test_the_mtp_layer_is_passed_through_when_written_back(tmp_path):
     assert {name.split(".")[2] for name in mtp} == {"6"} and "model.layers.6.eh_proj.weight" in mtp
     model = meta_model(config, OpOptions(), recompute=False).state_dict()
     zeros = {name: torch.zeros(t.shape) for name, t in model.items()}
-    back = dict(checkpoint_tensors(zeros, mapping, CheckpointFolder.open(tmp_path)))
+    back = dict(written_back(zeros, mapping, CheckpointFolder.open(tmp_path)))
     assert set(back) == set(files)
     for name, tensor in files.items():
         assert back[name].dtype == tensor.dtype

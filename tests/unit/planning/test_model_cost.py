@@ -14,6 +14,7 @@ from fullspan.lora.config import LoraConfig
 from fullspan.lora.inject import adapted_modules, expert_parameters, inject, trainable_parameters
 from fullspan.models.common.frozen import BlockLayout
 from fullspan.models.dsa.attention import Angles
+from fullspan.models.dsa.config import DsaConfig
 from fullspan.ops.options import OpOptions
 from fullspan.ops.rope.op import inverse_frequencies, rope_angles
 from fullspan.parallel.context import SequenceContext
@@ -28,7 +29,6 @@ from fullspan.planning.model_cost import (
     active_parameters,
     flops,
     layer_weights,
-    mtp_weights,
     routed_weights,
     share_bytes,
     unit_weights,
@@ -190,6 +190,18 @@ def test_flops_of_glm_52_are_the_known_ones():
     assert million.of("indexer", "forward") / (1 << 20) - 2 * indexer == pytest.approx(
         9e10, rel=0.01
     )
+
+
+def mtp_weights(config: DsaConfig) -> list[Weight]:
+    """The multi-token-prediction layer of the checkpoint, which is neither loaded nor trained: a
+    full sparse layer, and what joins a hidden state with the next token (models.md)."""
+    kinds = list(zip(config.indexer_types, config.mlp_layer_types, strict=True))
+    width = config.hidden_size
+    norms = [Weight(name, (width,)) for name in ("enorm", "hnorm", "shared_head.norm")]
+    like = kinds.index(("full", "sparse"))
+    bias = Weight("e_score_correction_bias", (config.n_routed_experts,), wide=True)
+    joined = Weight("eh_proj.weight", (width, 2 * width), scaled=True)
+    return [*layer_weights(config, like), bias, joined, *norms]
 
 
 def test_totals_of_glm_52_are_the_known_ones():
