@@ -297,9 +297,8 @@ def _take(
         return taken
     if watch is not None:
         watch.patience = SECONDS_UNTIL_LET_GO
-    usage = Meter(device).measure(
-        step
-    )  # by a profiler, with which a step takes several times as long
+    # By a profiler, with which a step takes several times as long.
+    usage = Meter(device).measure(step)
     if watch is not None:
         watch.patience = 0.0
     resident = sum(resident_bytes(session, units).values())

@@ -191,10 +191,9 @@ def test_an_exported_run_gives_the_logits_of_the_trained_model(
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (run / "adapter" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     assert main(["export", str(run), "--step", "2"]) == 0
+    other = _loaded(_stock(tmp_path / "model"), run / "adapter-step-2")
     with torch.no_grad():
-        earlier = _loaded(_stock(tmp_path / "model"), run / "adapter-step-2")(tokens[None]).logits[
-            0
-        ]
+        earlier = other(tokens[None]).logits[0]
     assert relative(earlier, logits) > 100 * TOLERANCE
     _damaged_checkpoints_are_one_line(run, capsys)
 

@@ -69,11 +69,7 @@ def inject(model: nn.Module, config: LoraConfig, device: torch.device | None = N
 
 def adapted_modules(model: nn.Module) -> dict[str, LoRAModule]:
     """Every wrapped module by its name in the base model, in model order."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, LoRALinear | LoRAGroupedLinear | LoRAKVUpProjection)
-    }
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoRAModule)}
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

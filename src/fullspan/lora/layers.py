@@ -8,23 +8,31 @@ fresh output in place. No dropout, no bias, no variants such as DoRA.
 """
 
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fullspan.models.common.frozen import FrozenProjection
 from fullspan.models.common.linear import GroupedLinear, Linear, grouped_linear
 from fullspan.models.dsa.absorbed import UpProjection, UpWeights
 from fullspan.models.dsa.attention import KVUpProjection
-from fullspan.shapes import Float, Int64, Tensor
+from fullspan.shapes import Float, Float32, Int64, Tensor
+
+Base = TypeVar("Base", bound=FrozenProjection)
 
 
-class LoRALinear(nn.Module):
-    """Around `Linear`: lora_a [rank, in], lora_b [out, rank]."""
+class LoRAModule(nn.Module, Generic[Base]):
+    """Base of the wrappers: `base`, the scale alpha / r of its change, lora_a and lora_b.
+
+    device: where the adapter lives; None: where the base's weight does. A weight may have no
+    storage (on meta): sharded ones come when they are gathered, those of `export` never do.
+    """
 
     def __init__(
         self,
-        base: Linear,
+        base: Base,
         *,
         r: int,
         alpha: float,
@@ -34,37 +42,35 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.base = base
         self.scale = alpha / r
-        home = _home(base.weight, device)
-        out_width, in_width = base.weight.shape
-        self.lora_a = _uniform((r, in_width), home, generator)
-        self.lora_b = _zeros((out_width, r), home)
+        own = base.weight.device
+        home = device or (torch.device("cpu") if own.type == "meta" else own)
+        *experts, out_width, in_width = base.weight.shape
+        self.lora_a = nn.Parameter(self._drawn((r, in_width), generator).to(home))
+        self.lora_b = nn.Parameter(torch.zeros(*experts, out_width, r, device=home))
+
+    def _drawn(self, shape: tuple[int, ...], generator: torch.Generator) -> Float32[Tensor, "..."]:
+        """lora_a, drawn on the CPU by a CPU generator: the same bits on every device and rank."""
+        bound = shape[-1] ** -0.5
+        values = torch.empty(shape, dtype=torch.float32)
+        return values.uniform_(-bound, bound, generator=generator)
+
+
+class LoRALinear(LoRAModule[Linear]):
+    """Around `Linear`: lora_a [rank, in], lora_b [out, rank]."""
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
         return self.base(x).add_(F.linear(low, self.lora_b.to(x.dtype)))
 
 
-class LoRAGroupedLinear(nn.Module):
+class LoRAGroupedLinear(LoRAModule[GroupedLinear]):
     """Around `GroupedLinear`: lora_a [experts, rank, in], lora_b [experts, out, rank]."""
 
-    def __init__(
-        self,
-        base: GroupedLinear,
-        *,
-        r: int,
-        alpha: float,
-        generator: torch.Generator,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        self.base = base
-        self.scale = alpha / r
-        home = _home(base.weight, device)
-        held, out_width, in_width = base.weight.shape
-        # Drawn for all of the model's experts, so that the values do not depend on who holds which.
-        drawn = _uniform((base.experts, r, in_width), home, generator)
-        self.lora_a = nn.Parameter(drawn.detach()[base.held.start : base.held.stop].clone())
-        self.lora_b = _zeros((held, out_width, r), home)
+    def _drawn(self, shape: tuple[int, ...], generator: torch.Generator) -> Float32[Tensor, "..."]:
+        """For all of the model's experts, so that the values do not depend on who holds which."""
+        held = self.base.held
+        drawn = super()._drawn((self.base.experts, *shape), generator)
+        return drawn[held.start : held.stop].clone()
 
     def forward(
         self, x: Float[Tensor, "slots in"], counts: Int64[Tensor, "experts"]
@@ -74,7 +80,7 @@ class LoRAGroupedLinear(nn.Module):
         return self.base(x, counts).add_(grouped_linear(low, self.lora_b.to(x.dtype), counts))
 
 
-class LoRAKVUpProjection(nn.Module):
+class LoRAKVUpProjection(LoRAModule[KVUpProjection]):
     """Around `KVUpProjection`: lora_a [rank, latent], lora_b [heads * (nope + value), rank].
 
     The rows of lora_b are laid out as the weight's, so each head h has a key part B_k[h]
@@ -83,49 +89,7 @@ class LoRAKVUpProjection(nn.Module):
     sides: A^T B_k[h]^T q and B_v[h] A o, through the rank.
     """
 
-    def __init__(
-        self,
-        base: KVUpProjection,
-        *,
-        r: int,
-        alpha: float,
-        generator: torch.Generator,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        self.base = base
-        self.scale = alpha / r
-        home = _home(base.weight, device)
-        out_width, latent = base.weight.shape
-        self.lora_a = _uniform((r, latent), home, generator)
-        self.lora_b = _zeros((out_width, r), home)
-
     def parts(self) -> tuple[UpProjection, UpWeights]:
         """Those of the base, with the adapter."""
         up, weights = self.base.parts()
         return replace(up, scale=self.scale), weights._replace(a=self.lora_a, b=self.lora_b)
-
-
-LoRAModule = LoRALinear | LoRAGroupedLinear | LoRAKVUpProjection
-
-
-def _uniform(
-    shape: tuple[int, ...], device: torch.device, generator: torch.Generator
-) -> nn.Parameter:
-    """Drawn on the CPU by a CPU generator: the same bits on every device and rank."""
-    bound = shape[-1] ** -0.5
-    values = torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-    return nn.Parameter(values.to(device))
-
-
-def _zeros(shape: tuple[int, ...], device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
-
-
-def _home(weight: Tensor, device: torch.device | None) -> torch.device:
-    """Where an adapter lives: on `device`, else where its base's weight does. A weight may have no
-    storage (on meta): sharded ones come when they are gathered, those of `export` never do.
-    """
-    if device is not None:
-        return device
-    return torch.device("cpu") if weight.device.type == "meta" else weight.device

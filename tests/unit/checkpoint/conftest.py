@@ -50,8 +50,8 @@ def all_tensors(folder: Path) -> dict[str, Tensor]:
 def written_back(
     tensors: Tensors, mapping: CheckpointMapping, source: CheckpointFolder
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a whole checkpoint holds after `tensors` (by model name) replaced those of `source`, with
-    its names and dtypes; what the mapping ignores is copied through.
+    """What a whole checkpoint holds after `tensors` (by model name) replaced those of `source`,
+    with its names and dtypes; what the mapping ignores is copied through.
     """
     for name, tensor in mapping.to_checkpoint(tensors):
         yield name, tensor.to(source.tensors[name].dtype)
