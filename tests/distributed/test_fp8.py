@@ -62,7 +62,7 @@ def _train(path: Path, dtype: torch.dtype, mesh: Mesh, settings: dict) -> dict:
     )
     held = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     if isinstance(model.weights, ShardedWeights):
-        held += model.weights.resident_bytes
+        held += sum(unit.shard.numel() for unit in model.weights.units)
     inject(model, LoraConfig(r=2, alpha=4.0, targets=TARGETS))
     session = Session(
         model,

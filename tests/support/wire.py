@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullspan
-from fullspan.models.common.weights import WeightStore
 from fullspan.parallel.collectives import PendingTensor
+from fullspan.parallel.shard import WeightStore
 
 _PACKAGE = str(Path(fullspan.__file__).parent)
 _COMPUTE = ("mm", "bmm", "addmm")

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -110,12 +109,7 @@ class TensorReader:
     def __enter__(self) -> "TensorReader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._open:
             self._open.popitem()[1].__exit__(None, None, None)
 

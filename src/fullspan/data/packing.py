@@ -6,16 +6,15 @@ still has room. Deterministic, and within 11/9 of the fewest possible packs, up 
 """
 
 import bisect
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from fullspan.data.report import PackingReport, ReadLog
 from fullspan.errors import DataError, LayoutError
+from fullspan.ops.linear_cross_entropy.op import IGNORE
 from fullspan.shapes import Int64, Tensor
-
-IGNORE = -100
-"""Label of a row that is not trained."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,6 +85,8 @@ class Document:
 
 @dataclass(kw_only=True)
 class _Counts:
+    """Fields of a PackingReport."""
+
     dropped: int = 0
     dropped_tokens: int = 0
     truncated: int = 0
@@ -95,14 +96,14 @@ class _Counts:
     repeated_tokens: int = 0
     untrained: int = 0
     untrained_tokens: int = 0
-    kept: list[Document] = field(default_factory=list)
 
-    def keep(self, document: Document) -> None:
+    def keeps(self, document: Document) -> bool:
+        """Whether it has anything to train."""
         if document.trained_tokens:
-            self.kept.append(document)
-        else:
-            self.untrained += 1
-            self.untrained_tokens += len(document)
+            return True
+        self.untrained += 1
+        self.untrained_tokens += len(document)
+        return False
 
 
 def pack_documents(
@@ -121,11 +122,10 @@ def pack_documents(
     is "error", and when no trained token is left in the whole data set.
     """
     counts = _Counts()
-    for document in documents:
-        _fit(document, pack_length, overlong, counts)
-    lengths = [len(document) for document in counts.kept]
-    groups = assign(lengths, pack_length)
-    packs = [build_pack([counts.kept[i] for i in g], pack_length, pad_token) for g in groups]
+    fitting = (part for d in documents for part in _fit(d, pack_length, overlong, counts))
+    kept = list(filter(counts.keeps, fitting))
+    groups = assign([len(document) for document in kept], pack_length)
+    packs = [build_pack([kept[i] for i in g], pack_length, pad_token) for g in groups]
     report = _report(documents, groups, packs, pack_length, counts, log)
     report.check()
     if not packs:
@@ -136,17 +136,20 @@ def pack_documents(
     return packs, report
 
 
-def _fit(document: Document, pack_length: int, overlong: str, counts: _Counts) -> None:
+def _fit(
+    document: Document, pack_length: int, overlong: str, counts: _Counts
+) -> Iterator[Document]:
+    """What of it can go into a pack."""
     length = len(document)
     if length <= pack_length:
-        counts.keep(document)
+        yield document
     elif overlong == "drop":
         counts.dropped += 1
         counts.dropped_tokens += length
     elif overlong == "truncate":
         counts.truncated += 1
         counts.truncated_tokens += length - pack_length
-        counts.keep(document.part(0, pack_length))
+        yield document.part(0, pack_length)
     elif overlong == "split":
         # Pieces overlap by one token, so that the first token of each is still predicted, by the
         # last row before it.
@@ -155,7 +158,7 @@ def _fit(document: Document, pack_length: int, overlong: str, counts: _Counts) -
         counts.pieces += len(starts)
         counts.repeated_tokens += len(starts) - 1
         for start in starts:
-            counts.keep(document.part(start, min(start + pack_length, length)))
+            yield document.part(start, min(start + pack_length, length))
     else:
         raise DataError(
             f"{document.source}: {length} tokens, data.pack_length is {pack_length}; raise it, "
@@ -208,13 +211,8 @@ def _report(
     sizes = [len(group) for group in groups] or [0]
     lengths = [len(document) for document in documents]
     return PackingReport(
-        format=log.format,
-        rows=log.rows,
-        bad_rows=tuple(log.bad_rows),
-        byte_order_marks=log.byte_order_marks,
-        crlf_lines=log.crlf_lines,
-        blank_lines=log.blank_lines,
-        unused_fields=dict(log.unused_fields),
+        **log.counted(),
+        **vars(counts),
         documents=len(documents),
         source_tokens=sum(lengths),
         longest=max(lengths, default=0),
@@ -224,13 +222,4 @@ def _report(
         tokens=sum(pack.real_length for pack in packs),
         trained_tokens=sum(pack.trained_tokens for pack in packs),
         documents_per_pack=(min(sizes), sum(sizes) / len(sizes), max(sizes)),
-        dropped=counts.dropped,
-        dropped_tokens=counts.dropped_tokens,
-        truncated=counts.truncated,
-        truncated_tokens=counts.truncated_tokens,
-        split=counts.split,
-        pieces=counts.pieces,
-        repeated_tokens=counts.repeated_tokens,
-        untrained=counts.untrained,
-        untrained_tokens=counts.untrained_tokens,
     )

@@ -5,6 +5,7 @@ Leaves out how it is printed (inspect.py).
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fullspan.errors import DataError
 
@@ -47,6 +48,10 @@ class ReadLog:
     blank_lines: int = 0
     unused_fields: dict[str, int] = field(default_factory=dict)
 
+    def counted(self) -> dict[str, Any]:
+        """Those fields that a PackingReport has too."""
+        return {name: value for name, value in vars(self).items() if name != "max_bad_rows"}
+
     def bad(self, error: RowError) -> None:
         """Counts a row that is skipped, or raises `error` when max_bad_rows allows no more."""
         self.bad_rows.append(error.row)
@@ -71,7 +76,7 @@ class PackingReport:
 
     format: str
     rows: int
-    bad_rows: tuple[str, ...]
+    bad_rows: list[str]
     byte_order_marks: int
     crlf_lines: int
     blank_lines: int

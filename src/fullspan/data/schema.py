@@ -17,18 +17,13 @@ from typing import Any
 from fullspan.data.packing import IGNORE
 from fullspan.data.report import FieldError
 
-_KEYS = {
-    "messages": ("messages", "tools"),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-    "tokens": ("tokens", "labels", "mask"),
-}
 _REQUIRED = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
     "tokens": ("tokens",),
 }
+_OPTIONAL = {"messages": ("tools",), "tokens": ("labels", "mask")}
 ROLES = ("system", "user", "assistant", "tool")
 _ALIASES = {"observation": "tool"}
 _MESSAGE_KEYS = {
@@ -65,10 +60,11 @@ def check_row(value: dict[str, Any], format: str, unused: dict[str, int]) -> dic
     """The fields of `format`, checked and normalised (roles, tool calls, arguments). Counts other
     fields in `unused`.
     """
+    known = (*_REQUIRED[format], *_OPTIONAL.get(format, ()))
     for key in value:
-        if key not in _KEYS[format]:
+        if key not in known:
             unused[key] = unused.get(key, 0) + 1
-    row = {key: value[key] for key in _KEYS[format] if value.get(key) is not None}
+    row = {key: value[key] for key in known if value.get(key) is not None}
     if format == "messages":
         row["messages"] = _messages(value["messages"])
         if "tools" in row:
@@ -76,7 +72,7 @@ def check_row(value: dict[str, Any], format: str, unused: dict[str, int]) -> dic
     elif format == "tokens":
         _check_tokens(row)
     else:
-        for key in _KEYS[format]:
+        for key in known:
             row[key] = _text(value[key], key)
     return row
 

@@ -1,10 +1,12 @@
-"""Frozen weights spread evenly over ranks, gathered one unit ahead of use and dropped after it.
+"""Where a model's frozen weights are when a part of it runs: all of them on every rank, or spread
+evenly over ranks, gathered one unit ahead of use and dropped after it.
 
-A unit is what runs as one: the embedding, a layer, the head. Its weights are laid out one after the
-other as bytes, whatever their dtypes, and rank r of N holds the r-th N-th of them: resident bytes
-fall as 1 / N. One all-gather brings a unit together; its tensors are then views, so nothing is
-copied. While a unit runs, the gather of the next layer (in the backward pass, of the one before) is
-under way: at most two layers are whole at a time, or the embedding and a layer, or the head.
+A unit is what runs as one: the embedding, a layer, the head. Spread weights are laid out one
+after the other as bytes, whatever their dtypes, and rank r of N holds the r-th N-th of them:
+resident bytes fall as 1 / N. One all-gather brings a unit together; its tensors are then views, so
+nothing is copied. While a unit runs, the gather of the next layer (in the backward pass, of the one
+before) is under way: at most two layers are whole at a time, or the embedding and a layer, or the
+head.
 
 The weights are handed to the module for the one call (`torch.func.functional_call`); the module
 itself keeps parameters without storage. Autograd graphs hold what they need of a gathered unit, and
@@ -16,6 +18,7 @@ node that calls the layer again; and it is built around gradients, of which froz
 none. Routed experts are not here but in expert.py: they are never gathered.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -25,13 +28,30 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fullspan.models.common.weights import WeightStore
 from fullspan.parallel.collectives import PendingTensor, start_all_gather_rows
 from fullspan.parallel.group import Group
 from fullspan.shapes import Tensor
 
 # Every tensor starts at a multiple of this many bytes, which every dtype's size divides.
 _ALIGNMENT = 16
+
+
+class WeightStore(ABC):
+    """Runs units of a model with their weights at hand."""
+
+    @abstractmethod
+    def run(self, unit: int, module: nn.Module, *args: Any, backward: bool = False) -> Any:
+        """`module(*args)` with the weights of `unit`, counted in the order of the forward pass.
+
+        backward: the call is a recompute, so the unit before this one comes next.
+        """
+
+
+class ResidentWeights(WeightStore):
+    """Every rank holds all weights in the modules themselves."""
+
+    def run(self, unit: int, module: nn.Module, *args: Any, backward: bool = False) -> Any:
+        return module(*args)
 
 
 @dataclass(frozen=True)
@@ -115,10 +135,6 @@ class ShardedWeights(WeightStore):
         self._group = group
         self._names: dict[int, dict[str, str]] = {}
         self._ahead: dict[int, PendingTensor] = {}
-
-    @property
-    def resident_bytes(self) -> int:
-        return sum(unit.shard.numel() for unit in self.units)
 
     def run(self, unit: int, module: nn.Module, *args: Any, backward: bool = False) -> Any:
         """See WeightStore."""

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -57,12 +56,7 @@ class Exchange:
     def __enter__(self) -> None:
         self._watch.note(self._number, self._what, waiting=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and is_lost(error):
             raise self._watch.lost(error) from error
         self._watch.note(self._number, self._what, waiting=False)
@@ -123,12 +117,7 @@ class Watch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """An error is posted, so that ranks that wait for this one can say why it is gone."""
         self._closed.set()
         if self._store is None:

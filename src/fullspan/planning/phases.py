@@ -27,10 +27,10 @@ from torch import nn
 
 from fullspan.models.common.mlp import GatedMLP
 from fullspan.models.common.moe import GroupedExperts, MixtureOfExperts
-from fullspan.models.common.weights import WeightStore
 from fullspan.models.dsa.attention import Indexer, SparseLatentAttention
 from fullspan.models.dsa.model import DsaForCausalLM, LanguageModelHead
 from fullspan.parallel.loopback import Traffic, Transfer
+from fullspan.parallel.shard import WeightStore
 from fullspan.planning.measure import Meter
 from fullspan.shapes import Tensor
 

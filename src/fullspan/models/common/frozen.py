@@ -11,16 +11,16 @@ pass makes its own. That is why the products are written here with their adjoint
 Which weights are FP8 is decided when a checkpoint is loaded (checkpoint/quantisation.py).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from fullspan.ops.fp8.op import E4M3, dequantise_blocks, scale_shape
-from fullspan.shapes import Tensor
+from fullspan.shapes import Float, Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,38 +109,28 @@ class FrozenProjection(nn.Module):
         return FrozenWeight(self.weight, self.weight_scale_inv, self.layout)
 
 
-class LinearMap(NamedTuple):
-    """A product that is linear in x: apply(x, weight), and its gradient adjoint(grad, weight)."""
-
-    apply: Callable[[Tensor, Tensor], Tensor]
-    adjoint: Callable[[Tensor, Tensor], Tensor]
-
-
-def frozen_product(x: Tensor, weight: FrozenWeight, product: LinearMap) -> Tensor:
-    """`product` of x and the weight in x's dtype, differentiable in x."""
+def frozen_linear(x: Float[Tensor, "*rows in"], weight: FrozenWeight) -> Float[Tensor, "*rows out"]:
+    """x W^T in x's dtype, differentiable in x."""
     if weight.scale is None:
-        return product.apply(x, weight.values)
-    return _FrozenProduct.apply(x, weight.values, weight.scale, weight.layout, product)
+        return F.linear(x, weight.values)
+    return _FrozenLinear.apply(x, *weight)
 
 
-class _FrozenProduct(torch.autograd.Function):
+class _FrozenLinear(torch.autograd.Function):
     """Saves the weight in FP8 and dequantises it once in each direction."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, values: Tensor, scale: Tensor, layout: BlockLayout, product: LinearMap
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, values: Tensor, scale: Tensor, layout: BlockLayout) -> Tensor:
         ctx.save_for_backward(values, scale)
-        ctx.layout, ctx.product = layout, product
-        return product.apply(x, FrozenWeight(values, scale, layout).dense(x.dtype))
+        ctx.layout = layout
+        return F.linear(x, FrozenWeight(values, scale, layout).dense(x.dtype))
 
     @staticmethod
     @once_differentiable  # which hides the parameters' names from pyright
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
         values, scale = ctx.saved_tensors
         dense = FrozenWeight(values, scale, ctx.layout).dense(grad.dtype)
-        grad_x = ctx.product.adjoint(grad, dense)
-        return grad_x, None, None, None, None
+        return torch.matmul(grad, dense), None, None, None

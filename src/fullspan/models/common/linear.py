@@ -18,13 +18,10 @@ from fullspan.models.common.frozen import (
     BlockLayout,
     FrozenProjection,
     FrozenWeight,
-    LinearMap,
-    frozen_product,
+    frozen_linear,
 )
 from fullspan.ops.fp8.op import E4M3
 from fullspan.shapes import Float, Float32, Int64, Tensor
-
-_ROWS = LinearMap(F.linear, torch.matmul)  # x W^T, whose adjoint is grad W
 
 
 class Linear(FrozenProjection):
@@ -43,7 +40,7 @@ class Linear(FrozenProjection):
         self.out_features = out_features
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        return frozen_product(x, self.frozen, _ROWS)
+        return frozen_linear(x, self.frozen)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}"

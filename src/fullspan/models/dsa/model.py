@@ -16,7 +16,6 @@ from fullspan.models.common.mlp import GatedMLP
 from fullspan.models.common.moe import GroupedExperts, MixtureOfExperts, Router
 from fullspan.models.common.norm import RMSNorm
 from fullspan.models.common.recompute import run_recomputed
-from fullspan.models.common.weights import ResidentWeights, WeightStore
 from fullspan.models.dsa.attention import Angles, SparseLatentAttention
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.ops.linear_cross_entropy.op import linear_cross_entropy
@@ -24,6 +23,7 @@ from fullspan.ops.options import OpOptions
 from fullspan.ops.rope.op import inverse_frequencies, rope_angles
 from fullspan.ops.selection import Selection
 from fullspan.parallel.context import SequenceContext
+from fullspan.parallel.shard import ResidentWeights, WeightStore
 from fullspan.shapes import Float, Int64, Tensor
 
 
