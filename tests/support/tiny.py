@@ -14,9 +14,10 @@ from fullspan.ops.backend import resolve
 from fullspan.ops.linear_cross_entropy.op import IGNORE
 from fullspan.ops.options import OpOptions
 from fullspan.ops.packed import PackedLayout
+from fullspan.ops.sizes import round_up
 from fullspan.parallel.context import SequenceContext
 from fullspan.parallel.expert import ExpertParallel
-from fullspan.parallel.sequence import Partition, padded_length
+from fullspan.parallel.sequence import Partition
 from fullspan.shapes import Tensor
 from tests.support.ranks import world_group
 
@@ -83,7 +84,7 @@ def random_pack(
     random pack.
     """
     real = sum(lengths)
-    total = padded_length(real, multiple)
+    total = round_up(max(real, 1), multiple)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab, (total,), generator=generator)
     labels = torch.full((total,), IGNORE)

@@ -1,4 +1,4 @@
-"""Whole-number helpers of the kernels' launchers."""
+"""Whole-number helpers. Imports no torch."""
 
 
 def power_of_2(number: int) -> int:
@@ -9,3 +9,8 @@ def power_of_2(number: int) -> int:
 def ceil_div(number: int, by: int) -> int:
     """number / by, rounded up."""
     return -(-number // by)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below number."""
+    return ceil_div(number, multiple) * multiple

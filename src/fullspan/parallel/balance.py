@@ -20,17 +20,10 @@ import torch
 from fullspan.ops.packed import PackedLayout
 from fullspan.ops.selection import Selection
 from fullspan.parallel.collectives import all_to_all_rows
-from fullspan.parallel.config import check_choice
+from fullspan.parallel.config import BalanceRule
 from fullspan.parallel.group import Group
 from fullspan.parallel.sequence import Partition
 from fullspan.shapes import Float, Float32, Int64, Tensor
-
-# What "auto" reckons with.
-SCORING_FLOPS_PER_SECOND = 605e12  # a bf16 index scorer, measured on one H200
-NVLINK_BYTES_PER_SECOND = 300e9  # to one peer; two thirds of the 450e9 each way of an H200
-NETWORK_BYTES_PER_SECOND = 40e9  # four fifths of a 400 Gbit/s adapter for each GPU
-RANKS_PER_NODE = 8  # more ranks than this share a sequence over the network
-EXCHANGE_SECONDS = 100e-6  # to start two all-to-alls and to copy the rows on both sides
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,30 +102,8 @@ class Trade:
         return Selection(ids, counts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexerBalance:
-    """Whether to trade: parallel.balance_indexer, and what decides under "auto".
-
-    heads, dim, topk   of the indexer
-    itemsize           bytes of one element of its queries
-
-    Raises:
-        ConfigError: an unknown choice.
-    """
-
-    choice: str = "auto"
-    heads: int
-    dim: int
-    topk: int
-    itemsize: int
-
-    def __post_init__(self) -> None:
-        check_choice(self.choice)
-
-    @property
-    def row_bytes(self) -> int:
-        """Query and weights of a row on their way to the mirror, ids and count on the way back."""
-        return self.heads * (self.dim * self.itemsize + 4) + 4 * (self.topk + 1)
+class IndexerBalance(BalanceRule):
+    """The rule, on packs."""
 
     def plan(
         self,
@@ -145,32 +116,9 @@ class IndexerBalance:
         if self.choice == "off" or partition.size == 1:
             return None
         pairs = _lengths(layout, partition.gathered()).view(partition.size, -1).sum(1)
-        if torch.equal(pairs, pairs.flip(0)):
-            return None
-        if self.choice == "auto" and self.saved_seconds(pairs) <= self.exchange_seconds(
-            pairs, partition.rows_per_rank
-        ):
+        if not self.trades(pairs.tolist(), partition.rows_per_rank):
             return None
         return Trade.plan(layout, partition, rank, device)
-
-    def saved_seconds(self, pairs: Int64[Tensor, "ranks"]) -> float:
-        """Scoring time by which the slowest rank of a full layer gets faster: 2 FLOPs per pair,
-        head and dim."""
-        slowest = pairs.max() - ((pairs + pairs.flip(0)) / 2).max()
-        return float(slowest) * 2 * self.heads * self.dim / SCORING_FLOPS_PER_SECOND
-
-    def exchange_seconds(self, pairs: Int64[Tensor, "ranks"], rows: int) -> float:
-        """What the trade of a full layer takes at most, both ways, with nothing beside it.
-
-        The longest of a rank's `rows` go first, so its surplus of pairs is within the same share of
-        its rows.
-        """
-        mirrored = pairs.flip(0)
-        surplus = (pairs - mirrored).clamp(min=0) / 2
-        traded = rows * float((surplus / pairs.clamp(min=1)).max())
-        near = len(pairs) <= RANKS_PER_NODE
-        rate = NVLINK_BYTES_PER_SECOND if near else NETWORK_BYTES_PER_SECOND
-        return EXCHANGE_SECONDS + traded * self.row_bytes / rate
 
 
 def _lengths(layout: PackedLayout, rows: Int64[Tensor, "rows"]) -> Int64[Tensor, "rows"]:

@@ -65,8 +65,3 @@ class Partition:
         """The inverse map: the place in a gather of each global row. Rank r holds the places
         [r * rows_per_rank, (r + 1) * rows_per_rank)."""
         return torch.argsort(self.gathered())
-
-
-def padded_length(tokens: int, multiple: int) -> int:
-    """The smallest length >= max(tokens, 1) that is a multiple of `multiple`."""
-    return -(-max(tokens, 1) // multiple) * multiple

@@ -28,12 +28,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from fullspan.ops.sizes import round_up
 from fullspan.parallel.collectives import PendingTensor, start_all_gather_rows
+from fullspan.parallel.config import ALIGNMENT
 from fullspan.parallel.group import Group
 from fullspan.shapes import Tensor
-
-# Every tensor starts at a multiple of this many bytes, which every dtype's size divides.
-_ALIGNMENT = 16
 
 
 class WeightStore(ABC):
@@ -86,9 +85,9 @@ class FlatUnit:
         self.tensors: dict[str, FlatTensor] = {}
         end = 0
         for name, (shape, dtype) in tensors.items():
-            self.tensors[name] = FlatTensor(_aligned(end, _ALIGNMENT), shape, dtype)
+            self.tensors[name] = FlatTensor(round_up(end, ALIGNMENT), shape, dtype)
             end = self.tensors[name].end
-        self.share = _aligned(end, _ALIGNMENT * size) // size
+        self.share = round_up(end, ALIGNMENT * size) // size
         self.start = rank * self.share
         self.shard = torch.zeros(self.share, dtype=torch.uint8, device=device)
 
@@ -161,7 +160,3 @@ class ShardedWeights(WeightStore):
             wanted = self._parameters[unit].items()
             self._names[unit] = {name: names[id(parameter)] for name, parameter in wanted}
         return self._names[unit]
-
-
-def _aligned(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -23,6 +23,11 @@ from statistics import median
 from typing import Any
 
 from fullspan.errors import ConfigError
+from fullspan.parallel.config import (
+    NETWORK_BYTES_PER_SECOND,
+    NVLINK_BYTES_PER_SECOND,
+    RANKS_PER_NODE,
+)
 
 GIB = 1 << 30
 Row = Mapping[str, Any]
@@ -50,14 +55,13 @@ class Gpu:
 class Links:
     """Bytes per second that one GPU receives, and how many GPUs share a node.
 
-    The two figures are parallel/balance.py's: two thirds of an H200's 450 GB/s each way over
-    NVLink, four fifths of a 400 Gbit/s InfiniBand adapter for each GPU. host: from and to pinned
-    host memory, four fifths of PCIe 5.0 x16's 63 GB/s each way.
+    The figures are those of parallel/config.py. host: from and to pinned host memory, four fifths
+    of PCIe 5.0 x16's 63 GB/s each way.
     """
 
-    ranks_per_node: int = 8
-    nvlink: float = 300e9
-    network: float = 40e9
+    ranks_per_node: int = RANKS_PER_NODE
+    nvlink: float = NVLINK_BYTES_PER_SECOND
+    network: float = NETWORK_BYTES_PER_SECOND
     host: float = 50e9
 
 

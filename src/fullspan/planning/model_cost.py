@@ -13,14 +13,11 @@ from typing import Any
 from fullspan.errors import ConfigError
 from fullspan.lora.config import LoraConfig
 from fullspan.models.dsa.config import DsaConfig
+from fullspan.ops.sizes import round_up
+from fullspan.parallel.config import ALIGNMENT
 
-_ALIGNMENT = 16  # parallel/shard.py: every tensor of a unit starts at a multiple of this
-_FROZEN_PARTS = (
-    "indexer",
-    "gate",
-    "embed_tokens",
-    "lm_head",
-)  # lora/inject.py adapts none of these
+# lora/inject.py adapts none of these.
+_FROZEN_PARTS = ("indexer", "gate", "embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -192,12 +189,8 @@ def share_bytes(weights: Sequence[Weight], form: WeightFormat, ranks: int) -> in
     end = 0
     for weight in weights:
         for size in form.parts(weight):
-            end = _aligned(end, _ALIGNMENT) + size
-    return _aligned(end, _ALIGNMENT * ranks) // ranks
-
-
-def _aligned(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+            end = round_up(end, ALIGNMENT) + size
+    return round_up(end, ALIGNMENT * ranks) // ranks
 
 
 # ------------------------------------------------------------------------------------ adapters

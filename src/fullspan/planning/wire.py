@@ -11,7 +11,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from fullspan.parallel.config import PARTITIONS
+from fullspan.parallel.config import PARTITIONS, BalanceRule, evened
 from fullspan.planning.case import Case
 from fullspan.planning.memory import held_elements
 from fullspan.planning.model_cost import Work, unit_shares
@@ -20,10 +20,6 @@ from fullspan.planning.model_cost import Work, unit_shares
 GATHER, SCATTER, EXCHANGE, REDUCE = "all-gather", "reduce-scatter", "all-to-all", "all-reduce"
 # What waits for nobody while it travels: it has a layer's or a query's work beside it.
 OVERLAPPED = ("latent", "latent gradient", "index keys", "weights")
-
-# parallel/balance.py decides by these (a test compares them).
-SCORING_FLOPS_PER_SECOND = 605e12
-EXCHANGE_SECONDS = 100e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,26 +51,12 @@ class Trade:
 
     @classmethod
     def of(cls, case: Case) -> "Trade":
-        """With the decision of IndexerBalance.plan for parallel.balance_indexer."""
+        """As parallel/balance.py decides."""
         own = [_pairs(case, rank) for rank in range(case.cp)]
-        mirrored = own[::-1]
-        choice = case.run.parallel.balance_indexer
-        even = max((a + b) / 2 for a, b in zip(own, mirrored, strict=True))
-        nothing = cls(own=own, most=float(max(own)))
-        if choice == "off" or case.cp == 1 or own == mirrored:
-            return nothing
-        saved = max(own) - even
-        flops = 2 * case.model.index_n_heads * case.model.index_head_dim
-        surplus = max(
-            (a - b) / 2 / a for a, b in zip(own, mirrored, strict=True) if a > 0 and a > b
-        )
-        near = case.cp <= case.links.ranks_per_node
-        rate = case.links.nvlink if near else case.links.network
-        taken = EXCHANGE_SECONDS + case.rows * surplus * sum(_row_bytes(case)) / rate
-        if choice == "auto" and saved * flops / SCORING_FLOPS_PER_SECOND <= taken:
-            return nothing
-        sent = max(_sent(case, rank) for rank in range(case.cp) if own[rank] > mirrored[rank])
-        return cls(own=own, most=even, rows=sent)
+        if not _rule(case).trades(own, case.rows):
+            return cls(own=own, most=float(max(own)))
+        sent = max(_sent(case, rank) for rank in range(case.cp) if own[rank] > own[-1 - rank])
+        return cls(own=own, most=evened(own), rows=sent)
 
 
 @dataclass(frozen=True)
@@ -141,8 +123,8 @@ class Traffic:
 
     def _traded(self) -> int:
         """One of two ranks gets queries and weights, the other ids and counts: the larger."""
-        query, answer = _row_bytes(self.case)
-        return self.trade.rows * max(query, answer)
+        rule = _rule(self.case)
+        return self.trade.rows * max(rule.sent_bytes, rule.returned_bytes)
 
     def _experts(self, phase: str, unit: int) -> Iterator[Transfer]:
         case, model = self.case, self.case.model
@@ -228,8 +210,9 @@ def _sent(case: Case, rank: int) -> int:
     return int((np.sort(mine)[::-1].cumsum() <= half).sum())
 
 
-def _row_bytes(case: Case) -> tuple[int, int]:
-    """Query and weights of a row on its way, its ids and count on the way back."""
+def _rule(case: Case) -> BalanceRule:
     model = case.model
-    query = model.index_n_heads * (model.index_head_dim * case.item + 4)
-    return query, 4 * (model.index_topk + 1)
+    return BalanceRule(
+        choice=case.run.parallel.balance_indexer, heads=model.index_n_heads,
+        dim=model.index_head_dim, topk=model.index_topk, itemsize=case.item,
+    )  # fmt: skip

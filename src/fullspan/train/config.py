@@ -14,6 +14,7 @@ from fullspan.data.config import DataConfig
 from fullspan.errors import ConfigError
 from fullspan.lora.config import LoraConfig
 from fullspan.ops.options import OpOptions
+from fullspan.ops.sizes import round_up
 from fullspan.parallel.config import ParallelConfig
 from fullspan.train.schedule import OptimConfig
 
@@ -108,7 +109,7 @@ class RunConfig:
         """Raise ConfigError unless `world_size` ranks can run this."""
         multiple = self.parallel.pack_multiple(world_size)
         if self.data.pack_length % multiple:
-            above = -(-self.data.pack_length // multiple) * multiple
+            above = round_up(self.data.pack_length, multiple)
             raise ConfigError(
                 f"data.pack_length is {self.data.pack_length}: it must be a multiple of "
                 f"{multiple} for the ranks that share a pack ({self.parallel.partition}), such as "

@@ -39,7 +39,7 @@ def test_values_and_gradients(counts):
 @pytest.mark.parametrize("counts", CASES.values(), ids=CASES)
 def test_frozen_weights_get_no_gradient_and_keep_no_activation(counts):
     x, weight, counts = _operands(counts)
-    module = GroupedLinear(4, 6, 5, dtype=torch.float64)
+    module = GroupedLinear(4, 6, 5).double()
     module.weight.data.copy_(weight.detach())
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

@@ -112,7 +112,7 @@ def test_fresh_adapters_change_nothing_and_lora_b_learns_first():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_adapters_stay_float32_and_follow_the_input_dtype(dtype):
     module = LoRALinear(
-        Linear(6, 5, dtype=dtype), r=R, alpha=ALPHA, generator=torch.Generator().manual_seed(0)
+        Linear(6, 5).to(dtype), r=R, alpha=ALPHA, generator=torch.Generator().manual_seed(0)
     )
     module.base.weight.data.fill_(1)
     assert module.lora_a.dtype == module.lora_b.dtype == torch.float32

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fullspan.errors import LayoutError
-from fullspan.parallel.sequence import PARTITIONS, Partition, padded_length
+from fullspan.parallel.sequence import PARTITIONS, Partition
 
 
 @pytest.mark.parametrize("mode", PARTITIONS)
@@ -40,7 +40,3 @@ def test_refused(fields, words):
         Partition(**fields)
     with pytest.raises(LayoutError, match="rank 2 is outside"):
         Partition(size=2, length=16).rows(2)
-
-
-def test_padded_length():
-    assert [padded_length(n, 4) for n in (0, 1, 4, 5)] == [4, 4, 4, 8]

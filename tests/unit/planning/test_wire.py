@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from fullspan.ops.packed import PackedLayout
-from fullspan.parallel import balance
 from fullspan.parallel.balance import IndexerBalance
 from fullspan.parallel.sequence import Partition
-from fullspan.planning import wire
-from fullspan.planning.hardware import Links
 from fullspan.planning.memory import held_elements
 from fullspan.planning.model_cost import share_bytes, unit_weights
 from fullspan.planning.wire import Trade, Traffic
@@ -121,12 +118,3 @@ def test_the_trade_is_the_one_that_ranks_make(length, document, cp, choice, part
         assert planned.rows == max(len(trade.sent) for trade in trades)
         most = max(int((trade.key_end - trade.key_start).sum()) for trade in trades)
         assert planned.most == pytest.approx(most, rel=1e-3)
-
-
-def test_the_figures_that_decide_are_those_of_the_balance():
-    links = Links()
-    assert wire.SCORING_FLOPS_PER_SECOND == balance.SCORING_FLOPS_PER_SECOND
-    assert wire.EXCHANGE_SECONDS == balance.EXCHANGE_SECONDS
-    assert links.nvlink == balance.NVLINK_BYTES_PER_SECOND
-    assert links.network == balance.NETWORK_BYTES_PER_SECOND
-    assert links.ranks_per_node == balance.RANKS_PER_NODE

@@ -82,15 +82,9 @@ class FrozenProjection(nn.Module):
     weight: nn.Parameter
     weight_scale_inv: nn.Parameter | None
 
-    def __init__(
-        self,
-        *shape: int,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        empty = torch.empty(shape, dtype=dtype, device=device)
-        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.register_parameter("weight_scale_inv", None)
         self.layout: BlockLayout | None = None
 
@@ -102,6 +96,9 @@ class FrozenProjection(nn.Module):
         self.weight = nn.Parameter(values, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
         self.layout = layout
+
+    def extra_repr(self) -> str:
+        return f"weight={list(self.weight.shape)}"
 
     @property
     def frozen(self) -> FrozenWeight:

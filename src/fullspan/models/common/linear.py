@@ -27,23 +27,11 @@ from fullspan.shapes import Float, Float32, Int64, Tensor
 class Linear(FrozenProjection):
     """y = x W^T with a frozen weight [out, in] and no bias."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(out_features, in_features, dtype=dtype, device=device)
-        self.in_features = in_features
-        self.out_features = out_features
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(out_features, in_features)
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         return frozen_linear(x, self.frozen)
-
-    def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}"
 
 
 def wide_linear(
@@ -101,21 +89,12 @@ class GroupedLinear(FrozenProjection):
     """
 
     def __init__(
-        self,
-        experts: int,
-        in_features: int,
-        out_features: int,
-        *,
-        held: range | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, experts: int, in_features: int, out_features: int, *, held: range | None = None
     ) -> None:
         held = range(experts) if held is None else held
-        super().__init__(len(held), out_features, in_features, dtype=dtype, device=device)
+        super().__init__(len(held), out_features, in_features)
         self.experts = experts
         self.held = held
-        self.in_features = in_features
-        self.out_features = out_features
 
     def forward(
         self, x: Float[Tensor, "slots in"], counts: Int64[Tensor, "experts"]
@@ -128,10 +107,6 @@ class GroupedLinear(FrozenProjection):
     ) -> Float[Tensor, "slots in"]:
         """The gradient of x from that of the result, without autograd."""
         return _grouped_mm(grad, self.frozen, counts, adjoint=True)
-
-    def extra_repr(self) -> str:
-        held = f"experts={len(self.held)} of {self.experts}"
-        return f"{held}, in={self.in_features}, out={self.out_features}"
 
 
 def grouped_linear(
