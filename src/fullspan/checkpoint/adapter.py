@@ -5,7 +5,6 @@ its own experts' only; so both the end of a run and `fullspan export` write from
 model is built without storage: of the base model only config.json is read.
 """
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fullspan.checkpoint.load import meta_model
+from fullspan.checkpoint.resume import alone
 from fullspan.errors import CheckpointError
 from fullspan.lora.config import LoraConfig
 from fullspan.lora.inject import adapted_modules, inject, trainable_parameters
@@ -88,8 +88,7 @@ def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
             for name, entry in stored.items()
             if name.startswith(ADAPTER_PREFIX) and isinstance(entry, TensorStorageMetadata)
         }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        with alone():
             state_dict_loader.load(dict(state), storage_reader=reader, no_dist=True)
     # A damaged pickle can raise nearly anything, and CheckpointException is no Exception.
     except (Exception, CheckpointException) as error:

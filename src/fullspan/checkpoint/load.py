@@ -63,8 +63,7 @@ def load_model(
     """
     mesh = mesh or Mesh.single(torch.device(device))
     folder = CheckpointFolder.open(path)
-    overrides = {} if latent_norm_eps is None else {"latent_norm_eps": latent_norm_eps}
-    config = DsaConfig.load(path, **overrides)
+    config = DsaConfig.load(path, latent_norm_eps=latent_norm_eps)
     options = resolve(options, mesh.device, dtype, **op_widths(config))
     mapping, quantisation = read_mapping(folder, config, options)
     model, units = empty_model(

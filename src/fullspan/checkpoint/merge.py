@@ -21,7 +21,6 @@ import torch
 
 from fullspan.checkpoint.adapter import adapted_model
 from fullspan.checkpoint.load import Progress
-from fullspan.checkpoint.mapping import Piece
 from fullspan.checkpoint.quantisation import CONFIG_KEY, Quantisation
 from fullspan.checkpoint.safetensors_io import (
     CONFIG_NAME,
@@ -35,6 +34,7 @@ from fullspan.errors import CheckpointError
 from fullspan.lora.config import LoraConfig
 from fullspan.lora.inject import adapted_modules
 from fullspan.lora.layers import LoRAModule
+from fullspan.lora.per_expert import split_adapters
 from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.ops.fp8.op import dequantise_blocks, quantise_blocks
@@ -153,15 +153,9 @@ class _Rewrite:
     ) -> None:
         self.folder, self.quantisation, self.format = folder, quantisation, format
         self.mapping = dsa_mapping(config)
-        self.kept: set[str] = set()
-        self.changes: dict[str, tuple[LoRAModule, Piece]] = {}
-        for step in self.mapping.steps:
-            module = adapters.get(step.target.removesuffix(".weight"))
-            for piece in step.pieces():
-                if step.dtype is not None:
-                    self.kept.add(piece.source)
-                if module is not None:
-                    self.changes[piece.source] = (module, piece)
+        wide = (step for step in self.mapping.steps if step.dtype is not None)
+        self.kept = {piece.source for step in wide for piece in step.pieces()}
+        self.changes = split_adapters(config, adapters)
         self.sums: dict[str, _Sums] = {}
         self.written = self.bytes = 0
 
@@ -195,7 +189,8 @@ class _Rewrite:
         exact = _exact(values, scale, block)
         change = None
         if name in self.changes:
-            change = _change(*self.changes[name])
+            low, high, factor = self.changes[name]
+            change = high @ low * factor
             exact += change
         if suffix is not None and values.dtype == target:
             power_of_two = self.quantisation.power_of_two
@@ -287,14 +282,6 @@ def _exact(values: Tensor, scale: Tensor | None, block: tuple[int, int]) -> Tens
     if scale is None:
         return values.to(torch.float32, copy=True)
     return dequantise_blocks(values, scale.float(), block, torch.float32)
-
-
-def _change(module: LoRAModule, piece: Piece) -> Tensor:
-    """What an adapter adds to the checkpoint tensor of one piece, float32: scale * B A."""
-    low = module.lora_a.detach()
-    return (
-        piece.of(module.lora_b.detach()) @ (low[piece.lead] if piece.lead else low) * module.scale
-    )
 
 
 def _norm(tensor: Tensor) -> float:

@@ -160,7 +160,7 @@ def load_checkpoint(
     }
     loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     try:
-        with _quiet():
+        with alone():
             state_dict_loader.load(
                 {**loaded, **states},
                 storage_reader=reader,
@@ -188,7 +188,7 @@ class _Writer(FileSystemWriter):
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Saves and syncs."""
-    with _quiet():
+    with alone():
         state_dict_saver.save(
             dict(tensors),
             storage_writer=_Writer(folder),
@@ -204,7 +204,7 @@ def _files(folder: Path) -> set[str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """PyTorch warns that it saves for one process, which here is on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

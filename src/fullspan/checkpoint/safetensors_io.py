@@ -150,7 +150,7 @@ def write_checkpoint(
         CheckpointError: a file cannot be written (no space, no permission); nothing half-written
             is left.
     """
-    with _writing(folder):
+    with writing(str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
         _remove_partial(folder)
     try:
@@ -158,7 +158,9 @@ def write_checkpoint(
         total = 0
         for shard in _shards(tensors, max_shard_bytes):
             total += sum(tensor.nbytes for tensor in shard.values())
-            _write_shard(folder / f"{_PARTIAL}{len(shards)}", shard)
+            file = folder / f"{_PARTIAL}{len(shards)}"
+            with writing(str(file)):
+                save_tensors(file, shard)
             shards.append(list(shard))
         return _publish(folder, shards, total)
     finally:
@@ -187,13 +189,13 @@ def _shards(tensors: NamedTensors, limit: int) -> Iterator[dict[str, torch.Tenso
         yield shard
 
 
-def _write_shard(file: Path, shard: dict[str, torch.Tensor]) -> None:
-    with _writing(file):
-        file.touch()
-        mode = file.stat().st_mode
-        save_file(shard, file, metadata={"format": "pt"})
-        file.chmod(mode)  # safetensors 0.8 leaves the private mode of its own temporary file
-        _flush(file)
+def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Durably. Raises what `writing` takes."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)  # safetensors 0.8 leaves the private mode of its own temporary file
+    flush(file)
 
 
 def _publish(folder: Path, shards: list[list[str]], total: int) -> list[str]:
@@ -204,9 +206,9 @@ def _publish(folder: Path, shards: list[list[str]], total: int) -> list[str]:
     weight_map = {tensor: name for name, shard in pairs for tensor in shard}
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     index = folder / f"{_PARTIAL}index"
-    with _writing(folder / INDEX_NAME):
+    with writing(str(folder / INDEX_NAME)):
         index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _flush(index)
+        flush(index)
         (folder / INDEX_NAME).unlink(missing_ok=True)
         for number, name in enumerate(names):
             (folder / f"{_PARTIAL}{number}").replace(folder / name)
@@ -215,15 +217,16 @@ def _publish(folder: Path, shards: list[list[str]], total: int) -> list[str]:
 
 
 @contextmanager
-def _writing(file: Path) -> Iterator[None]:
+def writing(what: str) -> Iterator[None]:
+    """Raises CheckpointError where `what` cannot be written."""
     try:
         yield
     except (SafetensorError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CheckpointError(f"cannot write {file}: {reason}") from None
+        raise CheckpointError(f"cannot write {what}: {reason}") from None
 
 
-def _flush(file: Path) -> None:
+def flush(file: Path) -> None:
     """Make the file's content durable before it is renamed."""
     with file.open("rb") as handle:
         os.fsync(handle.fileno())

@@ -181,14 +181,10 @@ def _initial(name: str, noise: torch.Tensor, index_dim: int) -> torch.Tensor:
         # Head 1 opposes head 0, so for every key one of them has a positive product. A key whose
         # products are all negative would score exactly 0, and such keys would tie.
         noise[index_dim : 2 * index_dim] = -noise[:index_dim]
-    gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
+    # Over 1/sqrt(inputs), with which a projection keeps the size of what it is given: averaging
+    # over selected keys has shrunk o_proj's input.
+    gain = 2.0 if "o_proj" in name else 1.0
     return noise * gain * noise.shape[-1] ** -0.5
-
-
-# Gains over 1/sqrt(inputs), with which a projection keeps the size of what it is given.
-_GAINS = {
-    "o_proj": 2.0,  # averaging over selected keys has shrunk its input
-}
 
 
 def _sizes(ids: TokenizerIds) -> dict[str, Any]:

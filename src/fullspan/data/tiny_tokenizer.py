@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 VOCAB_SIZE = 320
 """Of config.json too: 256 bytes, special tokens, spare ids."""
@@ -78,20 +79,11 @@ def write_tokenizer(folder: Path) -> TokenizerIds:
 
 
 def _build() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+    characters = {character: byte for byte, character in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=characters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in _TAG_TOKENS])
     assert tokenizer.get_vocab_size() <= VOCAB_SIZE
     return tokenizer
-
-
-def _byte_vocabulary() -> dict[str, int]:
-    """{character: byte}: ByteLevel writes a printable byte as itself and the n-th other one as
-    chr(256 + n).
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable}
-    return characters | {chr(256 + n): byte for n, byte in enumerate(others)}

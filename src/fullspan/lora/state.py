@@ -11,17 +11,15 @@ folder is read back. Merged weights are checkpoint/merge.py's.
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
+from fullspan.checkpoint.safetensors_io import flush, save_tensors, writing
 from fullspan.errors import CheckpointError
 from fullspan.lora.config import LoraConfig
 from fullspan.lora.inject import adapted_modules
@@ -114,12 +112,16 @@ def to_peft(
 def _per_expert(
     model: DsaForCausalLM, modules: Mapping[str, LoRAModule]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, and what the configuration calls them: servers go by the last part of a name."""
-    matrices = split_adapters(model.config, modules)
+    """Tensors, and what the configuration calls them: servers go by the last part of a name.
+
+    Every tensor is memory of its own, on the CPU: a file holds no two names of one memory.
+    """
+    split = split_adapters(model.config, modules)
+    matrices = {name.removesuffix(".weight"): found for name, found in split.items()}
     tensors = {
-        f"{_PREFIX}{name}.lora_{side}.weight": tensor
-        for name, pair in matrices.items()
-        for side, tensor in zip("AB", pair, strict=True)
+        f"{_PREFIX}{name}.lora_{side}.weight": tensor.cpu().clone()
+        for name, found in matrices.items()
+        for side, tensor in (("A", found.a), ("B", found.b))
     }
     endings = sorted({name.rpartition(".")[2] for name in matrices})
     return tensors, {"target_modules": endings, "target_parameters": None}
@@ -238,21 +240,14 @@ def _check_names(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None
 def _write(folder: Path, tensors: dict[str, Tensor], fields: dict[str, Any]) -> None:
     weights, config = folder / f".{WEIGHTS_NAME}.partial", folder / f".{CONFIG_NAME}.partial"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        weights.touch()
-        mode = weights.stat().st_mode
-        save_file(tensors, weights, metadata={"format": "pt"})
-        weights.chmod(mode)  # safetensors leaves the private mode of its own temporary file
-        config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        for file in (weights, config):
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        (folder / CONFIG_NAME).unlink(missing_ok=True)
-        weights.replace(folder / WEIGHTS_NAME)
-        config.replace(folder / CONFIG_NAME)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CheckpointError(f"cannot write the adapter to {folder}: {reason}") from None
+        with writing(f"the adapter to {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            save_tensors(weights, tensors)
+            config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+            flush(config)
+            (folder / CONFIG_NAME).unlink(missing_ok=True)
+            weights.replace(folder / WEIGHTS_NAME)
+            config.replace(folder / CONFIG_NAME)
     finally:
         for file in (weights, config):
             with suppress(OSError):

@@ -50,6 +50,11 @@ class Layer:
     def sparse(self) -> bool:
         return self.case.model.mlp_layer_types[self.number] == "sparse"
 
+    @property
+    def kind(self) -> tuple[bool, bool, frozenset[str]]:
+        """Layers of one kind have the same weights and adapters."""
+        return self.full, self.sparse, frozenset(self.adapted)
+
     def has(self, *modules: str) -> bool:
         """Whether one of the modules has an adapter."""
         return any(module in self.adapted for module in modules)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fullspan.errors import ConfigError
@@ -58,7 +57,6 @@ def plot_fit(fit: LinearFit, path: Path, title: str) -> None:
         ConfigError: the file cannot be written.
     """
     figure = Figure(figsize=(8, 5.6), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     unit, name = _unit(max(fit.measured))
     ends = [0, max(fit.rows)]

@@ -176,8 +176,7 @@ def _changing(case: Case) -> Iterator[tuple[str, str, dict[str, int]]]:
 def _ends_of_kinds(layers: Sequence[Layer]) -> list[Layer]:
     """The first and the last layer of every kind, its neighbours' kinds included. In between, what
     is kept and the gradients change by the same from one layer of a kind to the next."""
-    kinds = [(layer.full, layer.sparse, frozenset(layer.adapted)) for layer in layers]
-    padded = [None, *kinds, None]
+    padded = [None, *(layer.kind for layer in layers), None]
     ends: dict[tuple, list[int]] = {}
     for number in range(len(layers)):
         ends.setdefault(tuple(padded[number : number + 3]), []).append(number)

@@ -93,9 +93,7 @@ def random_model(
     Raises:
         ConfigError, CheckpointError: config.json asks for what cannot be read.
     """
-    config = DsaConfig.load(
-        folder, **({} if latent_norm_eps is None else {"latent_norm_eps": latent_norm_eps})
-    )
+    config = DsaConfig.load(folder, latent_norm_eps=latent_norm_eps)
     mapping = dsa_mapping(config)
     fields = read_fields(folder / "config.json")
     block, power_of_two = read_scheme(fields)

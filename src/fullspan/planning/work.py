@@ -8,6 +8,7 @@ what is small beside the rows (router scores, sorting, tables) is left out, as a
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from fullspan.planning.activations import Layer
 from fullspan.planning.case import Case
 from fullspan.planning.model_cost import Flops, Weight, absorbing, layer_weights
 
@@ -45,14 +46,9 @@ def work(case: Case, counted: Flops, phase: str, *, scored: float) -> Work:
 
 def _alike(case: Case) -> Iterator[tuple[frozenset[str], Sequence[int]]]:
     """Numbers of layers with the same weights and adapters, the names of these inside a layer."""
-    adapted: dict[int, set[str]] = {}
-    for adapter in case.adapters:
-        adapted.setdefault(adapter.layer, set()).add(adapter.module.split(".", 3)[3])
     kinds: dict[tuple, list[int]] = {}
-    model = case.model
-    for n in range(model.num_hidden_layers):
-        names = frozenset(adapted.get(n, ()))
-        kinds.setdefault((model.indexer_types[n], model.mlp_layer_types[n], names), []).append(n)
+    for layer in Layer.all(case):
+        kinds.setdefault(layer.kind, []).append(layer.number)
     return ((names, layers) for (*_, names), layers in kinds.items())
 
 

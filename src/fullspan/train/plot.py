@@ -1,10 +1,9 @@
-"""The loss curve of a run as a PNG, from its metrics records. Needs no display: it draws on
-Matplotlib's Agg canvas and touches none of pyplot's global state."""
+"""The loss curve of a run as a PNG, from its metrics records. Needs no display and
+touches none of pyplot's global state."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -21,7 +20,6 @@ def plot_losses(records: Sequence[Record], path: Path, title: str) -> None:
         CheckpointError: the file cannot be written.
     """
     figure = loss_figure(records, title)
-    FigureCanvasAgg(figure)
     try:
         figure.savefig(path)
     except OSError as error:

@@ -70,21 +70,16 @@ def prepare(config: RunConfig, mesh: Mesh, console: Console) -> RunParts:
         write_config(Path(config.train.output_dir), settings.dump_toml(config))
     model_config = check_model(config)
     tokenizer = load_tokenizer(Path(config.model.path))
-    packs, packing = load_packs(
-        config.data.path, config.data, tokenizer, vocab_size=model_config.vocab_size
-    )
-    console.print(report.data_lines("data", config.data.path, packing))
+
+    def load(title: str, path: str, setting: str) -> list[Pack]:
+        vocab = model_config.vocab_size
+        packs, made = load_packs(path, config.data, tokenizer, vocab_size=vocab, setting=setting)
+        console.print(report.data_lines(title, path, made))
+        return packs
+
+    packs, held_out = load("data", config.data.path, "data.path"), config.data.eval_path
     console.print(report.sample_lines(packs[0], tokenizer, color=sys.stdout.isatty()))
-    eval_packs: list[Pack] = []
-    if config.data.eval_path is not None:
-        eval_packs, packing = load_packs(
-            config.data.eval_path,
-            config.data,
-            tokenizer,
-            vocab_size=model_config.vocab_size,
-            setting="data.eval_path",
-        )
-        console.print(report.data_lines("held out", config.data.eval_path, packing))
+    eval_packs = [] if held_out is None else load("held out", held_out, "data.eval_path")
     loader = PackLoader(
         packs,
         microbatches=config.train.accumulation * config.parallel.dp,

@@ -152,7 +152,7 @@ class DsaConfig:
 
     @classmethod
     def load(cls, folder: Path, **overrides: Any) -> "DsaConfig":
-        """Read `folder`/config.json. `overrides` replace fields of the file.
+        """Read `folder`/config.json. `overrides` replace fields of the file; None: none.
 
         Raises:
             CheckpointError: the file is missing or is no JSON.
@@ -167,7 +167,8 @@ class DsaConfig:
             ) from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
-        return cls.from_hf({**fields, **overrides})
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return cls.from_hf({**fields, **given})
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> "DsaConfig":
