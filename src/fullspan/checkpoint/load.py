@@ -6,7 +6,7 @@ rank reads only what it holds: its experts, and its share of what is spread over
 weights (quantisation.py) and their scales are tensors like any other and stay as they are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -200,7 +200,10 @@ def _fill(
     progress: Progress | None,
 ) -> None:
     """Read this rank's part of every tensor of a meta model into its place."""
-    steps = [(step, _held(step.pieces(), held)) for step in mapping.steps]
+    steps = [  # without the experts of other ranks
+        (step, [piece for piece in step.pieces() if not piece.lead or piece.lead[0] in held])
+        for step in mapping.steps
+    ]
     wanted = {step.target: _share(units.get(step.target), step.target) for step, _ in steps}
     sizes = {p.source: folder.tensors[p.source].nbytes for _, pieces in steps for p in pieces}
     total = sum(int(wanted[s.target] * sizes[p.source]) for s, pieces in steps for p in pieces)
@@ -221,11 +224,6 @@ def _fill(
                 done += int(wanted[step.target] * sizes[piece.source])
                 if progress is not None:
                     progress(done, total)
-
-
-def _held(pieces: Sequence[Piece], experts: range) -> list[Piece]:
-    """Without the experts of other ranks."""
-    return [piece for piece in pieces if not piece.lead or piece.lead[0] in experts]
 
 
 def _share(unit: FlatUnit | None, name: str) -> float:

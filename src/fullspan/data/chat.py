@@ -134,7 +134,7 @@ def encode_chat(
     rest = _ids(tokenizer, text[at:])
     tokens += rest
     trained += [False] * len(rest)
-    if turns and at == len(text) and not _ends_with(text, chat.stops):
+    if turns and at == len(text) and not text.endswith(tuple(chat.stops)):
         tokens.append(eos)
         trained.append(True)
     return tokens, trained
@@ -304,7 +304,3 @@ def _first(words: set[str], text: str) -> str:
     """The word that occurs first in `text`, or ""."""
     found = _any_of(words).search(text) if words else None
     return found.group() if found else ""
-
-
-def _ends_with(text: str, words: frozenset[str]) -> bool:
-    return text.endswith(tuple(words))

@@ -66,7 +66,8 @@ def check_row(value: dict[str, Any], format: str, unused: dict[str, int]) -> dic
             unused[key] = unused.get(key, 0) + 1
     row = {key: value[key] for key in known if value.get(key) is not None}
     if format == "messages":
-        row["messages"] = _messages(value["messages"])
+        found = _list(value["messages"], "messages")
+        row["messages"] = [_message(item, f"messages[{i}]") for i, item in enumerate(found)]
         if "tools" in row:
             row["tools"] = _tools(row["tools"])
     elif format == "tokens":
@@ -132,10 +133,6 @@ def walk_texts(value: Any, where: str, depth: int = 0) -> list[tuple[str, str]]:
             inner = f"{where}.{key}" if where else key
             found += [(inner, key), *walk_texts(item, inner, depth + 1)]
     return found
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    return [_message(item, f"messages[{i}]") for i, item in enumerate(_list(value, "messages"))]
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:

@@ -153,23 +153,14 @@ def _peft_keys(modules: Mapping[str, LoRAModule]) -> dict[str, str]:
     return keys
 
 
-def _projections(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module that could have an adapter, by its name in the base model."""
-    return {
-        name.removesuffix(".base"): module
-        for name, module in model.named_modules()
-        if type(module) in (Linear, GroupedLinear, KVUpProjection)
-    }
-
-
-def _parameter_name(name: str, module: nn.Module) -> str:
-    """The name of a projection's weight in the `transformers` model."""
-    return name if type(module) is GroupedLinear else f"{name}.weight"
-
-
 def _targets(model: nn.Module) -> dict[str, Any]:
     """What `peft` is to adapt: modules, and the parameters of routed experts."""
-    projections = _projections(model)
+    weights = {  # of all that could have an adapter, by their names in the `transformers` model
+        module.removesuffix(".base"): module.removesuffix(".base") + ending
+        for module, found in model.named_modules()
+        for kind, ending in ((Linear, ".weight"), (KVUpProjection, ".weight"), (GroupedLinear, ""))
+        if type(found) is kind
+    }
     adapted = adapted_modules(model)
     by_module = [
         name
@@ -177,10 +168,9 @@ def _targets(model: nn.Module) -> dict[str, Any]:
         if not isinstance(module, LoRAGroupedLinear)
         and name.rpartition(".")[2] not in _TAKEN_FOR_EXPERTS
     ]
-    weights = {name: _parameter_name(name, module) for name, module in projections.items()}
     by_parameter = [weights[name] for name in adapted if name not in set(by_module)]
     return {
-        "target_modules": _shortest(by_module, projections, 1),
+        "target_modules": _shortest(by_module, weights, 1),
         "target_parameters": _shortest(by_parameter, weights.values(), 2) or None,
     }
 
@@ -214,14 +204,10 @@ def _shortest(chosen: Sequence[str], universe: Iterable[str], width: int) -> lis
             next(
                 ending
                 for ending in (".".join(parts[-n:]) for n in range(width, len(parts) + 1))
-                if all(other in wanted for other in everything if _ends(other, ending))
+                if wanted.issuperset(n for n in everything if f".{n}".endswith(f".{ending}"))
             )
         )
     return sorted(endings)
-
-
-def _ends(name: str, ending: str) -> bool:
-    return name == ending or name.endswith(f".{ending}")
 
 
 def _check_names(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

@@ -58,7 +58,7 @@ def plot_fit(fit: LinearFit, path: Path, title: str) -> None:
     """
     figure = Figure(figsize=(8, 5.6), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    unit, name = _unit(max(fit.measured))
+    unit, name = memory_unit(max(fit.measured))
     ends = [0, max(fit.rows)]
     upper.plot(fit.rows, [y / unit for y in fit.measured], "o", color="tab:blue", label="measured")
     line = f"{fit.base / unit:.3g} {name} + {fit.slope / 1024:.4g} KiB a row, R² {fit.r2:.5f}"
@@ -80,5 +80,5 @@ def plot_fit(fit: LinearFit, path: Path, title: str) -> None:
         raise ConfigError(f"--plot: cannot write {path}: {error.strerror}") from None
 
 
-def _unit(size: float) -> tuple[int, str]:
+def memory_unit(size: float) -> tuple[int, str]:
     return (GIB, "GiB") if size >= GIB else (1 << 20, "MiB")

@@ -12,8 +12,8 @@ import torch
 from fullspan import __version__
 from fullspan.parallel.loopback import Transfer
 from fullspan.planning import wire
-from fullspan.planning.hardware import GIB, NAMES, Links
-from fullspan.planning.linear_fit import LinearFit
+from fullspan.planning.hardware import NAMES, Links
+from fullspan.planning.linear_fit import LinearFit, memory_unit
 from fullspan.planning.memory import Memory, allocated_bytes
 from fullspan.planning.phases import PARTS, PASSES, named
 from fullspan.planning.rehearse import Rehearsal
@@ -38,7 +38,7 @@ def rehearsal_text(found: Rehearsal, rates: Path | None = None) -> str:
         lines.append("of contiguous rows the last rank has the most work for the indexer")
     lines += ["", "memory", *table(_memory(found))]
     if found.usage.peaks:
-        lines += ["", f"{_memory_unit(found)[1]} at most allocated, by part and pass"]
+        lines += ["", f"{memory_unit(found.peak)[1]} at most allocated, by part and pass"]
         lines += table(_places(found))
     lines += ["", "seconds of a step by part and pass", *table(_seconds(found))]
     work = sum(found.seconds.values()) - _of_part(found, "loopback")
@@ -178,12 +178,8 @@ def _of_stages(found: Rehearsal) -> dict[str, LinearFit]:
     return {name: fit for name, fit in found.fits.items() if name != "all"}
 
 
-def _memory_unit(found: Rehearsal) -> tuple[int, str]:
-    return (GIB, "GiB") if found.peak >= GIB else (_MIB, "MiB")
-
-
 def _memory(found: Rehearsal) -> Iterator[Sequence[str]]:
-    unit, name = _memory_unit(found)
+    unit, name = memory_unit(found.peak)
     planned = planned_bytes(found)
     sizes = {**memory_items(found), "peak allocated": found.peak}
     if found.usage.reserved is not None:
@@ -243,7 +239,7 @@ def _wire(found: Rehearsal) -> Iterator[Sequence[str]]:
 
 
 def _places(found: Rehearsal) -> Iterator[Sequence[str]]:
-    unit, _ = _memory_unit(found)
+    unit, _ = memory_unit(found.peak)
     yield "part", *PASSES
     for part in PARTS:
         peaks = [found.usage.peaks.get(named((part, which))) for which in PASSES]

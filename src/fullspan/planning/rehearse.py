@@ -201,7 +201,8 @@ class Stage:
         resident = resident_bytes(session, self.others.units)
         length = self.case.pack
         usages = self._shorter(session, options.lengths, say)
-        if self.device.type == "cuda":
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
             torch.cuda.empty_cache()  # so that what is reserved is what this length needs
             if not options.warmup:
                 self._map_memory()
@@ -212,13 +213,14 @@ class Stage:
         self.doing = f"it runs a step of {length:,} tokens"
         self.traffic.transfers.clear()
         usage, seconds, walls = self._measured(session, length, options.steps)
-        transfers = self._of_one_step(len(walls))
+        every = self.traffic.transfers
+        transfers = every[: len(every) // len(walls)]
         say(f"a step takes {median(walls):.3f} s")
         unrepeated = self.unrepeated(session, length) if options.repeat else None
         return Rehearsal(
             case=self.case,
             rank=self.rank,
-            device=_device_name(self.device),
+            device=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
             ops=session.model.options,
             random_weights=self.random_weights,
             usage=usage,
@@ -300,10 +302,6 @@ class Stage:
         missing = wanted - torch.cuda.memory_allocated(self.device)
         free, _ = torch.cuda.mem_get_info(self.device)
         torch.empty(max(0, min(missing, free - SPARE)), dtype=torch.uint8, device=self.device)
-
-    def _of_one_step(self, steps: int) -> list[Transfer]:
-        every = self.traffic.transfers
-        return every[: len(every) // steps]
 
     def _shorter(self, session: Session, lengths: Sequence[int], say: Say) -> dict[int, Usage]:
         """A step of each length but the run's own, after one of the shortest that warms up."""
@@ -388,7 +386,3 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     """Of the storages, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -119,12 +119,9 @@ class Traffic:
         if phase == "forward" and model.indexer_types[unit - 1] == "full":
             keys = others * model.index_head_dim * case.item
             yield transfer(item="index keys", received=keys, pattern=GATHER)
-            yield transfer(item="index rows", received=self._traded(), pattern=EXCHANGE)
-
-    def _traded(self) -> int:
-        """One of two ranks gets queries and weights, the other ids and counts: the larger."""
-        rule = _rule(self.case)
-        return self.trade.rows * max(rule.sent_bytes, rule.returned_bytes)
+            # One of two ranks gets queries and weights, the other ids and counts: the larger.
+            row = max(_rule(case).sent_bytes, _rule(case).returned_bytes)
+            yield transfer(item="index rows", received=self.trade.rows * row, pattern=EXCHANGE)
 
     def _experts(self, phase: str, unit: int) -> Iterator[Transfer]:
         case, model = self.case, self.case.model
