@@ -2,8 +2,8 @@
 
 A mapping is a list of steps. Each step makes one model tensor from one or more checkpoint tensors
 by placing them side by side, nothing else, so it inverts exactly and every piece of it can be read
-on its own. Checkpoint names that no step claims are ignored on purpose (`Ignore`), refused with a
-reason (`Forbid`), or refused as unexpected.
+on its own. Checkpoint names that no step claims are ignored on purpose, refused with a
+reason, or refused as unexpected.
 
 A step may be `scaled`: its tensors can be FP8 in a checkpoint, each beside a tensor of scales.
 `with_scales` adds a step for those of a given checkpoint, so that scales are placed, counted and
@@ -13,7 +13,7 @@ Leaves out dtypes, devices and files (load.py). A family declares its names besi
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import NamedTuple
@@ -97,24 +97,6 @@ class StackExperts:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ignore:
-    """Checkpoint names under `prefix` belong to no part of the model.
-
-    They are not loaded, and copied through when a whole checkpoint is written back.
-    """
-
-    prefix: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forbid:
-    """Checkpoint names under `prefix` contradict the config; `reason` tells how."""
-
-    prefix: str
-    reason: str
-
-
 Step = Rename | StackExperts
 Shapes = Mapping[str, tuple[int, ...]]
 Tensors = Mapping[str, torch.Tensor]
@@ -122,11 +104,16 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMapping:
-    """All steps of a model. No two steps may claim the same name on either side."""
+    """All steps of a model. No two steps may claim the same name on either side.
+
+    ignored: prefixes of checkpoint names that belong to no part of the model. They are not loaded,
+    and copied through when a whole checkpoint is written back. forbidden: {prefix: how names under
+    it contradict the config}.
+    """
 
     steps: tuple[Step, ...]
-    ignored: tuple[Ignore, ...] = ()
-    forbidden: tuple[Forbid, ...] = ()
+    ignored: tuple[str, ...] = ()
+    forbidden: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sources = [piece.source for step in self.steps for piece in step.pieces()]
@@ -137,7 +124,7 @@ class CheckpointMapping:
 
     def is_ignored(self, name: str) -> bool:
         """Whether a checkpoint tensor is passed over."""
-        return any(name.startswith(ignore.prefix) for ignore in self.ignored)
+        return name.startswith(self.ignored)
 
     @cached_property
     def sources(self) -> frozenset[str]:
@@ -205,9 +192,9 @@ class CheckpointMapping:
         return _listed(named, len(unexpected), "unexpected")
 
     def _why(self, name: str, missing: list[str]) -> str:
-        for forbid in self.forbidden:
-            if name.startswith(forbid.prefix):
-                return f" ({forbid.reason})"
+        for prefix, reason in self.forbidden.items():
+            if name.startswith(prefix):
+                return f" ({reason})"
         return _near(name, missing or sorted(self.sources), "near: ")
 
 

@@ -6,7 +6,6 @@ reach over the end of one.
 """
 
 import hashlib
-from collections.abc import Iterator
 
 from fullspan.data.packing import Pack
 from fullspan.errors import DataError
@@ -24,7 +23,7 @@ def epoch_order(count: int, *, seed: int, epoch: int) -> list[int]:
 class PackLoader:
     """Endless steps of `microbatches` packs each.
 
-    Iterating never ends; take as many steps as are trained. `state` after a step says where the
+    Take as many steps as are trained. `state` after a step says where the
     next one starts, and `load_state` on a loader of the same packs continues there exactly, also
     with another number of microbatches.
     """
@@ -43,11 +42,6 @@ class PackLoader:
         self._fingerprint = _fingerprint(packs)
         self._order: tuple[int, list[int]] = (-1, [])
 
-    @property
-    def epoch(self) -> int:
-        """The epoch (from 0) that the next pack belongs to."""
-        return self.index // len(self.packs)
-
     def pack_id(self, index: int) -> int:
         """Position in `packs` of the `index`-th pack drawn."""
         epoch, within = divmod(index, len(self.packs))
@@ -56,10 +50,6 @@ class PackLoader:
         if self._order[0] != epoch:
             self._order = (epoch, epoch_order(len(self.packs), seed=self.seed, epoch=epoch))
         return self._order[1][within]
-
-    def __iter__(self) -> Iterator[list[Pack]]:
-        while True:
-            yield self.next_step()
 
     def next_step(self) -> list[Pack]:
         """The packs of the next step, `microbatches` of them."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fullspan.checkpoint.load import meta_model
-from fullspan.checkpoint.mapping import CheckpointMapping, Ignore, Piece, Rename, StackExperts
+from fullspan.checkpoint.mapping import CheckpointMapping, Piece, Rename, StackExperts
 from fullspan.checkpoint.safetensors_io import CheckpointFolder
 from fullspan.checkpoint.tiny import init_tiny
 from fullspan.errors import CheckpointError
@@ -28,7 +28,7 @@ FILES = {
     **{f"e.{e}.{part}": (2, 6) for e in range(3) for part in ("gate", "up")},
     **{f"e.{e}.down": (6, 2) for e in range(3)},
 }
-MAPPING = CheckpointMapping(steps=STEPS, ignored=(Ignore(prefix="extra."),))
+MAPPING = CheckpointMapping(steps=STEPS, ignored=("extra.",))
 
 
 def refused(files, model=MODEL, mapping=MAPPING) -> str:

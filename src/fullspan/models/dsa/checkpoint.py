@@ -12,8 +12,6 @@ import torch
 
 from fullspan.checkpoint.mapping import (
     CheckpointMapping,
-    Forbid,
-    Ignore,
     Rename,
     StackExperts,
     Step,
@@ -40,8 +38,14 @@ def dsa_mapping(config: DsaConfig) -> CheckpointMapping:
     steps += [_same("model.norm.weight"), _same("lm_head.weight")]
     return CheckpointMapping(
         steps=tuple(steps),
-        ignored=(Ignore(prefix=f"model.layers.{config.num_hidden_layers}."),),
-        forbidden=tuple(_no_indexers(config)),
+        ignored=(f"model.layers.{config.num_hidden_layers}.",),
+        forbidden={
+            f"model.layers.{n}.self_attn.indexer.": (
+                f"indexer_types makes layer {n} a shared layer, which owns no indexer"
+            )
+            for n, kind in enumerate(config.indexer_types)
+            if kind == "shared"
+        },
     )
 
 
@@ -78,12 +82,3 @@ def _experts(config: DsaConfig, prefix: str, parts: tuple[str, ...], target: str
 
 def _same(name: str, dtype: torch.dtype | None = None, *, scaled: bool = False) -> Rename:
     return Rename(source=name, target=name, dtype=dtype, scaled=scaled)
-
-
-def _no_indexers(config: DsaConfig) -> Iterator[Forbid]:
-    for layer, kind in enumerate(config.indexer_types):
-        if kind == "shared":
-            yield Forbid(
-                prefix=f"model.layers.{layer}.self_attn.indexer.",
-                reason=f"indexer_types makes layer {layer} a shared layer, which owns no indexer",
-            )

@@ -67,7 +67,7 @@ def quantise_blocks(
     them. A value that is not finite gives a scale that is not. No gradient.
     """
     _check_block(block)
-    return _quantise(weight, block[0], block[1], power_of_two)
+    return _quantise(weight.detach(), block[0], block[1], power_of_two)
 
 
 @operator(
@@ -79,20 +79,16 @@ def _dequantise(out, weight, scale, block_rows, block_cols, backend):
     _IMPLEMENTATIONS[backend](out, weight, scale, (block_rows, block_cols))
 
 
-@torch.library.custom_op(
-    "fullspan::quantise_blocks",
-    mutates_args=(),
-    schema="(Tensor weight, int block_rows, int block_cols, bool power_of_two) -> (Tensor, Tensor)",
+@operator(
+    "quantise_blocks(Tensor weight, int block_rows, int block_cols, bool power_of_two) "
+    "-> (Tensor, Tensor)",
+    fake=lambda weight, block_rows, block_cols, power_of_two: (
+        weight.new_empty(weight.shape, dtype=E4M3),
+        weight.new_empty(scale_shape(weight.shape, (block_rows, block_cols)), dtype=torch.float32),
+    ),
 )
 def _quantise(weight, block_rows, block_cols, power_of_two):
-    return quantise(weight.detach(), (block_rows, block_cols), power_of_two=power_of_two)
-
-
-@_quantise.register_fake
-def _(weight, block_rows, block_cols, power_of_two):
-    shape = scale_shape(weight.shape, (block_rows, block_cols))
-    scale = weight.new_empty(shape, dtype=torch.float32)
-    return weight.new_empty(weight.shape, dtype=E4M3), scale
+    return quantise(weight, (block_rows, block_cols), power_of_two=power_of_two)
 
 
 def _check_block(block: Block) -> None:

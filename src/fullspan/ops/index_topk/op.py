@@ -11,6 +11,7 @@ from fullspan.errors import ConfigError
 from fullspan.ops.backend import on_first_call, resolve
 from fullspan.ops.index_topk import reference
 from fullspan.ops.options import OpOptions
+from fullspan.ops.registration import operator
 from fullspan.ops.selection import Selection
 from fullspan.shapes import Float, Float32, Int64, Tensor
 
@@ -61,19 +62,15 @@ def index_topk(
     return Selection(*_index_topk(*tensors, topk, backend, room, scale))
 
 
-@torch.library.custom_op(
-    "fullspan::index_topk",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor weights, Tensor key_start, Tensor key_end, int topk, "
-    "str backend, int workspace_bytes, Tensor? key_scale=None) -> (Tensor, Tensor)",
+@operator(
+    "index_topk(Tensor query, Tensor key, Tensor weights, Tensor key_start, Tensor key_end, "
+    "int topk, str backend, int workspace_bytes, Tensor? key_scale=None) -> (Tensor, Tensor)",
+    fake=lambda query, key, weights, key_start, key_end, topk, *given: (
+        query.new_empty((query.shape[0], topk), dtype=torch.int32),
+        query.new_empty(query.shape[0], dtype=torch.int32),
+    ),
 )
 def _index_topk(query, key, weights, key_start, key_end, topk, backend, workspace, key_scale=None):
     scale = () if key_scale is None else (key_scale,)  # `triton` knows none
     run = _IMPLEMENTATIONS[backend]
     return run(query, key, weights, key_start, key_end, topk, workspace, *scale)
-
-
-@_index_topk.register_fake
-def _(query, key, weights, key_start, key_end, topk, backend, workspace, key_scale=None):
-    ids = query.new_empty((query.shape[0], topk), dtype=torch.int32)
-    return ids, query.new_empty(query.shape[0], dtype=torch.int32)
