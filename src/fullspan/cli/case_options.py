@@ -1,4 +1,6 @@
-"""Options that `plan` and `rehearse` share: the run, its ranks, what is assumed, the JSON file."""
+"""What sub-commands share: for `plan` and `rehearse` the run, its ranks, what is assumed; lists of
+numbers; the JSON file.
+"""
 
 import argparse
 import json
@@ -31,6 +33,15 @@ def assumptions(args: argparse.Namespace) -> "Assumptions":
     from fullspan.planning.case import Assumptions
 
     return Assumptions(imbalance=args.imbalance, document=args.document, trained=args.trained)
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of a text such as 1,2,4, for argparse."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        message = f"{text!r}: it must be whole numbers with commas between them, such as 1,2"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def write_json(path: Path | None, value: Any) -> None:

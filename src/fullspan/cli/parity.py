@@ -1,11 +1,12 @@
 """`fullspan parity CONFIG.toml --cp 1,2,4`: does the split of the ranks show, on your own data?"""
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from fullspan.cli.case_options import numbers, write_json
 
 EPILOG = """\
 Runs the first packs of the configuration at every mix of the given sizes, on ranks that it starts
@@ -35,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
     ):
         shown = ",".join(map(str, default))
         parser.add_argument(
-            f"--{name}", type=_sizes, default=default, metavar="N,...", help=f"{what} ({shown})"
+            f"--{name}", type=numbers, default=default, metavar="N,...", help=f"{what} ({shown})"
         )
     parser.add_argument(
         "--partition",
@@ -90,20 +91,10 @@ def run(args: argparse.Namespace) -> int:
     report = run_parity(config, splits, options, lambda line: print(line, file=sys.stderr))
     print(f"compared with {splits[0]}, {config.model.dtype}")
     print(table(report.findings))
-    if args.json is not None:
-        args.json.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
+    write_json(args.json, as_json(report))
     failed = [finding for finding in report.findings if not finding.passed]
     print(f"FAILED: {len(failed)} of {len(report.findings)}" if failed else "passed")
     return 1 if failed else 0
-
-
-def _sizes(text: str) -> list[int]:
-    """The numbers of a text such as 1,2,4."""
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        message = f"{text!r}: it must be whole numbers with commas between them, such as 1,2"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def _check_writable(path: Path) -> None:

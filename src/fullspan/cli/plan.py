@@ -75,5 +75,5 @@ def run(args: argparse.Namespace) -> int:
         if found.fitting:
             print(f"\nthe fastest of them\n\n{report.plan_text(plan)}")
         written = [report.plan_json(p) for p, _ in found.fitting] or [report.plan_json(plan)]
-    write_json(args.json, report.json_ready(written))
+    write_json(args.json, written)
     return 0 if plan.fits else 1

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fullspan.cli.case_options import add_case_options, assumptions, write_json
+from fullspan.cli.case_options import add_case_options, assumptions, numbers, write_json
 
 EPILOG = """\
 Builds rank R of the run as it is among real ranks, with an answer to every exchange made up here,
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     add("--warmup", type=int, default=1, metavar="N", help="steps before the measured ones (1)")
     add("--steps", type=int, default=2, metavar="N", help="measured steps (2)")
     add("--fit", type=int, default=6, metavar="N", help="lengths of the fit, 0 for none (6)")
-    add("--lengths", type=_lengths, metavar="N,...", help="these packs for the fit instead")
+    add("--lengths", type=numbers, metavar="N,...", help="these packs for the fit instead")
     add("--repeat", action="store_true", help="run a pack twice and compare the bits")
     add("--plot", type=Path, metavar="FILE", help="draw the fit into this PNG")
     parser.set_defaults(run=run, overrides=[])
@@ -90,8 +90,3 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and found.fits:
         plot_fit(found.fits["all"], args.plot, f"rank {found.rank} of {found.case.world}")
     return 1 if found.unrepeated else 0
-
-
-def _lengths(text: str) -> list[int]:
-    """The numbers of a text such as 1024,2048."""
-    return [int(word) for word in text.split(",")]

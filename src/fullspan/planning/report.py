@@ -1,6 +1,6 @@
 """A plan as text, as JSON, and as one line for a run that ran out of memory."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -304,12 +304,3 @@ def _gib(size: float, digits: int = 1) -> str:
 
 def _number(value: float) -> str:
     return "-" if not value else f"{value:,.3f}" if value < 10 else f"{value:,.1f}"
-
-
-def json_ready(value: Any) -> Any:
-    """Mappings and sequences as JSON has them."""
-    if isinstance(value, Mapping):
-        return {str(key): json_ready(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_ready(inner) for inner in value]
-    return value

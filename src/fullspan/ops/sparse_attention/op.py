@@ -12,6 +12,7 @@ import torch
 
 from fullspan.ops.backend import on_first_call, resolve
 from fullspan.ops.options import OpOptions
+from fullspan.ops.registration import operator
 from fullspan.ops.selection import Selection
 from fullspan.ops.sparse_attention import reference
 from fullspan.ops.sparse_attention.chunks import Rows, Sizes, choose_rows, span_rows
@@ -241,18 +242,14 @@ def _(grad_out, query, kv, ids, counts, delta, lse, dkv, plan, chunk, sink, scal
     return query.new_empty(query.shape), lse.new_empty(query.shape[1])
 
 
-@torch.library.custom_op(
-    "fullspan::row_products",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor out, str backend) -> Tensor",
+@operator(
+    "row_products(Tensor grad_out, Tensor out, str backend) -> Tensor",
+    fake=lambda grad_out, out, backend: out.new_empty(
+        out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32)
+    ),
 )
 def _row_products(grad_out, out, backend):
     return _PRODUCTS[backend](grad_out, out)
-
-
-@_row_products.register_fake
-def _(grad_out, out, backend):
-    return out.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
 
 
 def _setup_context(ctx, inputs, output):
