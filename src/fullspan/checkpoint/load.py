@@ -32,7 +32,8 @@ from fullspan.parallel.shard import FlatUnit, ShardedWeights
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes to read
 
-_READABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of a model, by name
+READABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_model(
@@ -160,9 +161,9 @@ def _check_dtypes(
     folder: CheckpointFolder, mapping: CheckpointMapping, quantisation: Quantisation
 ) -> None:
     for name, info in folder.tensors.items():
-        if info.dtype in _READABLE or name in quantisation.names or mapping.is_ignored(name):
+        if info.dtype in READABLE or name in quantisation.names or mapping.is_ignored(name):
             continue
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _READABLE)
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in READABLE)
         raise CheckpointError(
             f"{name} in {info.file} has dtype {str(info.dtype).removeprefix('torch.')}: "
             f"weights can be loaded from {allowed}, and float8_e4m3fn with block scales"

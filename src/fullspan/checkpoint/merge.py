@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fullspan.checkpoint.adapter import adapted_model
-from fullspan.checkpoint.load import Progress
+from fullspan.checkpoint.load import READABLE, Progress
 from fullspan.checkpoint.quantisation import CONFIG_KEY, Quantisation
 from fullspan.checkpoint.safetensors_io import (
     CONFIG_NAME,
@@ -42,7 +42,6 @@ from fullspan.shapes import Tensor
 
 FORMATS = ("bf16", "fp8")
 REPORT_NAME = "merge_report.json"
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +209,7 @@ class _Rewrite:
             return dtype
         if name in self.quantisation.suffixes:
             return torch.bfloat16
-        return dtype if dtype not in _FLOATS or self.mapping.is_ignored(name) else torch.bfloat16
+        return dtype if dtype not in READABLE or self.mapping.is_ignored(name) else torch.bfloat16
 
     def _note(self, name: str, exact: Tensor, back: Tensor, change: Tensor | None) -> None:
         error = back.sub_(exact)

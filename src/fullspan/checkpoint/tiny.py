@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fullspan.checkpoint.load import meta_model
+from fullspan.checkpoint.load import DTYPES, meta_model
 from fullspan.checkpoint.mapping import SCALE_SUFFIX
 from fullspan.checkpoint.quantisation import CONFIG_KEY
 from fullspan.checkpoint.safetensors_io import CONFIG_NAME, INDEX_NAME, write_checkpoint
@@ -27,8 +27,6 @@ from fullspan.models.dsa.checkpoint import dsa_mapping
 from fullspan.models.dsa.config import DsaConfig
 from fullspan.ops.fp8.op import quantise_blocks
 from fullspan.ops.options import OpOptions
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Rows and columns: no divisor of most weights, and not square, so that neither can be mistaken.
 FP8_BLOCK = (24, 40)

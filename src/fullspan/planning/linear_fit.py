@@ -7,8 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from fullspan.errors import ConfigError
-
-GIB = 1 << 30
+from fullspan.planning.hardware import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ import torch
 from fullspan import settings
 from fullspan.checkpoint.folders import Header, read_header
 from fullspan.checkpoint.load import (
+    DTYPES,
     Progress,
     load_model,
     meta_model,
@@ -41,7 +42,6 @@ from fullspan.train.metrics import Console
 from fullspan.train.session import Session
 
 CONFIG_FILE = "config.toml"
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SAMPLED_BYTES = 1 << 16
 
 
