@@ -112,10 +112,6 @@ class Case:
         """The same run with another data.pack_length."""
         return replace(self, run=replace(self.run, data=replace(self.run.data, pack_length=length)))
 
-    def assume(self, **assumed: Any) -> "Case":
-        """The same run with other assumptions."""
-        return replace(self, assumed=replace(self.assumed, **assumed))
-
     @cached_property
     def cp(self) -> int:
         return self.run.parallel.resolve_cp(self.world)

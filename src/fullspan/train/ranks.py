@@ -26,7 +26,6 @@ class Ranks:
     started_by: str
     rank: int
     world_size: int
-    local_world_size: int
 
 
 def prepare(
@@ -66,8 +65,8 @@ def _from_torchrun(environ: MutableMapping[str, str]) -> Ranks:
         started_by="torchrun",
         rank=_number(environ, "RANK"),
         world_size=_number(environ, "WORLD_SIZE"),
-        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", "1"),
     )
+    _number(environ, "LOCAL_WORLD_SIZE", "1")
     _number(environ, "LOCAL_RANK")
     if found.world_size > 1:
         _check_meeting_point(environ, found.rank)
@@ -80,7 +79,7 @@ def _on_our_own(
     if nproc_per_node == 1 and master_port is not None:
         raise LaunchError("--master-port needs ranks that meet: add --nproc-per-node N")
     set_threads(environ, nproc_per_node)
-    return Ranks(started_by="none", rank=0, world_size=nproc_per_node, local_world_size=1)
+    return Ranks(started_by="none", rank=0, world_size=nproc_per_node)
 
 
 def set_threads(environ: MutableMapping[str, str], local_world_size: int) -> None:
@@ -147,9 +146,7 @@ def _from_slurm(environ: MutableMapping[str, str], master_port: int | None) -> R
         environ.setdefault("OMP_NUM_THREADS", environ["SLURM_CPUS_PER_TASK"])
     set_threads(environ, local_world_size)
     _check_meeting_point(environ, rank)
-    return Ranks(
-        started_by="slurm", rank=rank, world_size=world_size, local_world_size=local_world_size
-    )
+    return Ranks(started_by="slurm", rank=rank, world_size=world_size)
 
 
 def first_host(nodes: str) -> str:

@@ -44,7 +44,7 @@ def taken_port():
 
 def test_a_process_on_its_own():
     environ = {}
-    assert prepare(environ) == Ranks(started_by="none", rank=0, world_size=1, local_world_size=1)
+    assert prepare(environ) == Ranks(started_by="none", rank=0, world_size=1)
     assert environ == {}
 
 
@@ -63,9 +63,7 @@ def test_ranks_to_start_share_the_cores():
 
 def test_torchrun():
     environ = dict(TORCHRUN)
-    assert prepare(environ) == Ranks(
-        started_by="torchrun", rank=3, world_size=4, local_world_size=2
-    )
+    assert prepare(environ) == Ranks(started_by="torchrun", rank=3, world_size=4)
     assert environ == TORCHRUN
 
 
@@ -75,7 +73,7 @@ def test_torchrun_comes_before_slurm():
 
 def test_slurm():
     environ = dict(SLURM)
-    assert prepare(environ) == Ranks(started_by="slurm", rank=9, world_size=12, local_world_size=4)
+    assert prepare(environ) == Ranks(started_by="slurm", rank=9, world_size=12)
     made = {name: value for name, value in environ.items() if name not in SLURM}
     cores = len(os.sched_getaffinity(0))
     assert made == {

@@ -1,5 +1,6 @@
 """Cases to plan: tiny runs on the tiny checkpoints, and the shipped ones of GLM-5.2."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ def glm_case(name: str = "glm52_131k_8xh200", *overrides: str, world: int | None
     """A shipped run of GLM-5.2-FP8."""
     run = load_run_config(CONFIGS / f"{name}.toml", overrides)
     return Case.load(run, world=world, model_config=GLM)
+
+
+def assuming(case: Case, **assumed: Any) -> Case:
+    """The same run with other assumptions."""
+    return replace(case, assumed=replace(case.assumed, **assumed))
 
 
 @pytest.fixture(scope="session")

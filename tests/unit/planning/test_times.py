@@ -11,7 +11,7 @@ from fullspan.planning.model_cost import layer_weights
 from fullspan.planning.times import Times, link_seconds
 from fullspan.planning.wire import EXCHANGE, GATHER, REDUCE, SCATTER, Traffic, Transfer
 from fullspan.planning.work import work
-from tests.unit.planning.conftest import glm_case, tiny_case
+from tests.unit.planning.conftest import assuming, glm_case, tiny_case
 
 PASSES = ("forward", "recompute", "backward")
 
@@ -94,7 +94,7 @@ def test_work_has_the_flops_of_the_model(phase):
     """Products of frozen weights, by whatever part and kind: those of model_cost, which a test
     compares with the real model; and every FP8 weight is dequantised once, those of experts once a
     chunk of rows."""
-    case = glm_case().assume(imbalance=1.0)
+    case = assuming(glm_case(), imbalance=1.0)
     counted = Plan.of(case, gpu("h200")).times().flops
     found = work(case, counted, phase, scored=0.125)
     amounts = {}
@@ -115,7 +115,8 @@ def test_work_has_the_flops_of_the_model(phase):
 
 def test_bytes_of_rows_are_those_of_the_operators():
     """One dense layer's gated product and one sparse layer's permutes, counted by hand."""
-    case = glm_case("glm52_131k_8xh200", "--lora.targets", '["q_a_proj"]').assume(imbalance=1.0)
+    case = glm_case("glm52_131k_8xh200", "--lora.targets", '["q_a_proj"]')
+    case = assuming(case, imbalance=1.0)
     counted = Plan.of(case, gpu("h200")).times().flops
     found = work(case, counted, "forward", scored=0.125)
     rows, slots = 16_384, 8 * 16_384
@@ -127,7 +128,8 @@ def test_bytes_of_rows_are_those_of_the_operators():
     again = work(case, counted, "recompute", scored=0.125)
     assert again["experts", "permute"] == 75 * (2 * slots + 2 * slots) * 6144 * 2
     adapter = 78 * rows * (6144 + 4 * 2048) * 2
-    plain = glm_case("glm52_131k_8xh200", "--lora.targets", '["o_proj"]').assume(imbalance=1.0)
+    plain = glm_case("glm52_131k_8xh200", "--lora.targets", '["o_proj"]')
+    plain = assuming(plain, imbalance=1.0)
     other = work(plain, counted, "forward", scored=0.125)
     changed = 78 * rows * (64 * 256 + 4 * 6144) * 2
     moved = found["attention", "elementwise"] - other["attention", "elementwise"]

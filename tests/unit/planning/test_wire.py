@@ -13,7 +13,7 @@ from fullspan.planning.memory import held_elements
 from fullspan.planning.model_cost import share_bytes, unit_weights
 from fullspan.planning.wire import Trade, Traffic
 from tests.support.budget import layer_budget
-from tests.unit.planning.conftest import glm_case, tiny_case
+from tests.unit.planning.conftest import assuming, glm_case, tiny_case
 
 RANKS = 4
 
@@ -100,7 +100,7 @@ def test_the_trade_is_the_one_that_ranks_make(length, document, cp, choice, part
         "--parallel.ep", str(cp), "--parallel.partition", partition,
         "--parallel.balance_indexer", choice,
     )  # fmt: skip
-    case = case.assume(document=document)
+    case = assuming(case, document=document)
     bounds = [*range(0, length, document), length]
     layout = PackedLayout(cu_seqlens=torch.tensor(bounds), padded_length=length)
     parts = Partition(mode=partition, size=cp, length=length)
