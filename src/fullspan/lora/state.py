@@ -6,12 +6,12 @@ model. Routed experts are one 3-D parameter there and are reached through `targe
 lora_A [experts * rank, in] has its rows expert by expert, lora_B [out, rank * experts] its columns
 rank by rank (column = rank index * experts + expert), and where two parameters of one module have
 adapters, the first is nested in the second under "base_layer". Servers read 2-D keys of each expert
-more reliably; that form can be written too. One process writes; nothing is gathered here, and no
-folder is read back. Merged weights are checkpoint/merge.py's.
+more reliably; that form can be written too. One process writes; nothing is gathered here. Reading a
+folder is read.py's, merged weights are checkpoint/merge.py's.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         CheckpointError: a tensor is missing, unexpected or of another shape. Nothing is changed.
     """
     own = adapter_state(model)
-    _check_names(state, own)
+    check_names(state, own, "the adapter state")
     for name, tensor in own.items():
         if state[name].shape != tensor.shape:
             raise CheckpointError(
@@ -101,8 +101,8 @@ def to_peft(
         tensors, targets = _per_expert(model, modules)
     else:
         tensors = {
-            f"{key}.lora_{side.upper()}.weight": _fold(modules[name], side).cpu().contiguous()
-            for name, key in _peft_keys(modules).items()
+            f"{key}.lora_{side.upper()}.weight": fold(modules[name], side).cpu().contiguous()
+            for name, key in peft_keys(modules).items()
             for side in ("a", "b")
         }
         targets = _targets(model)
@@ -127,7 +127,7 @@ def _per_expert(
     return tensors, {"target_modules": endings, "target_parameters": None}
 
 
-def _fold(module: LoRAModule, side: str) -> Tensor:
+def fold(module: LoRAModule, side: str) -> Tensor:
     """One adapter matrix as PEFT holds it; that of experts loses its first dimension."""
     tensor = (module.lora_a if side == "a" else module.lora_b).detach()
     if not isinstance(module, LoRAGroupedLinear):
@@ -136,7 +136,7 @@ def _fold(module: LoRAModule, side: str) -> Tensor:
     return tensor.flatten(0, 1) if side == "a" else tensor.permute(1, 2, 0).flatten(1)
 
 
-def _peft_keys(modules: Mapping[str, LoRAModule]) -> dict[str, str]:
+def peft_keys(modules: Mapping[str, LoRAModule]) -> dict[str, str]:
     """Adapted module -> start of its keys in a PEFT file.
 
     PEFT wraps the module that owns a parameter once for every parameter with an adapter, the first
@@ -153,14 +153,20 @@ def _peft_keys(modules: Mapping[str, LoRAModule]) -> dict[str, str]:
     return keys
 
 
-def _targets(model: nn.Module) -> dict[str, Any]:
-    """What `peft` is to adapt: modules, and the parameters of routed experts."""
-    weights = {  # of all that could have an adapter, by their names in the `transformers` model
+def weight_names(model: nn.Module) -> dict[str, str]:
+    """Module that could have an adapter -> its weight's name in the `transformers` model, where
+    that of routed experts ends in the module's own."""
+    return {
         module.removesuffix(".base"): module.removesuffix(".base") + ending
         for module, found in model.named_modules()
         for kind, ending in ((Linear, ".weight"), (KVUpProjection, ".weight"), (GroupedLinear, ""))
         if type(found) is kind
     }
+
+
+def _targets(model: nn.Module) -> dict[str, Any]:
+    """What `peft` is to adapt: modules, and the parameters of routed experts."""
+    weights = weight_names(model)
     adapted = adapted_modules(model)
     by_module = [
         name
@@ -204,13 +210,19 @@ def _shortest(chosen: Sequence[str], universe: Iterable[str], width: int) -> lis
             next(
                 ending
                 for ending in (".".join(parts[-n:]) for n in range(width, len(parts) + 1))
-                if wanted.issuperset(n for n in everything if f".{n}".endswith(f".{ending}"))
+                if wanted.issuperset(n for n in everything if ends(n, ending))
             )
         )
     return sorted(endings)
 
 
-def _check_names(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def ends(name: str, ending: str) -> bool:
+    """Whether the last parts of a dotted name are those of `ending`."""
+    return f".{name}".endswith(f".{ending}")
+
+
+def check_names(state: Collection[str], own: Collection[str], where: str) -> None:
+    """CheckpointError: `where` has not exactly the names of `own`."""
     for what, names in (
         ("does not hold", [name for name in own if name not in state]),
         ("holds the unknown", [name for name in state if name not in own]),
@@ -218,8 +230,7 @@ def _check_names(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CheckpointError(
-                f"the adapter state {what} {names[0]}{more}: its targets or base model are not "
-                "this model's"
+                f"{where} {what} {names[0]}{more}: its targets or base model are not this model's"
             )
 
 

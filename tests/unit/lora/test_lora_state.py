@@ -1,14 +1,15 @@
-"""Adapter state and PEFT folders: layout against a scalar formula, what is written."""
+"""Adapter state and PEFT folders: layout against a scalar formula, round trips, damage."""
 
 import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fullspan.errors import CheckpointError
 from fullspan.lora.config import LoraConfig
 from fullspan.lora.inject import adapted_modules, inject, trainable_parameters
+from fullspan.lora.read import from_peft
 from fullspan.lora.state import adapter_state, load_adapter_state, to_peft
 from tests.support.tiny import EVERY_TARGET
 
@@ -98,15 +99,34 @@ def test_config_fields(exported):
     )
 
 
-def test_writing_again_replaces_and_leaves_other_files(make_model, exported, tmp_path):
+@pytest.mark.parametrize(
+    "targets",
+    [EVERY_TARGET, ("experts.gate_up_proj",), ("layers.2.mlp.experts.down_proj", "up_proj")],
+    ids=["everything", "gate_up", "some"],
+)
+@pytest.mark.parametrize("injected", [False, True], ids=["bare", "injected"])
+def test_round_trip_is_bit_equal(make_model, tmp_path, targets, injected):
+    model, config = _adapted(make_model, *targets)
+    to_peft(model, config, "base", tmp_path)
+    other = make_model()
+    if injected:
+        inject(other, config)
+    read = from_peft(tmp_path, other)
+    assert _equal(model, other)
+    assert (read.r, read.alpha) == (2, 6)
+    assert set(read.targets) == set(adapted_modules(model))
+    assert all(module.scale == 3.0 for module in adapted_modules(other).values())
+
+
+def test_writing_again_replaces_and_leaves_other_files(make_model, exported):
     _, folder = exported
     (folder / "notes.txt").write_text("mine")
     model, config = _adapted(make_model, "o_proj", r=3)
     to_peft(model, config, "other", folder)
     assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS, "notes.txt"]
-    to_peft(model, config, "other", tmp_path / "fresh")
-    for name in (CONFIG, WEIGHTS):
-        assert (folder / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes()
+    other = make_model()
+    from_peft(folder, other)
+    assert _equal(model, other)
 
 
 @pytest.mark.parametrize("occupied", [WEIGHTS, CONFIG], ids=["weights", "config"])
@@ -123,6 +143,80 @@ def test_a_model_without_adapters_cannot_be_written(make_model, tmp_path):
     with pytest.raises(CheckpointError, match="no adapters"):
         to_peft(make_model(), LoraConfig(), "base", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def _edit(folder, **changes):
+    fields = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_rslora": True}, "use_rslora is True, only False can be read"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"bias": "all"}, "bias is 'all', only 'none'"),
+        ({"rank_pattern": {"o_proj": 4}}, "rank_pattern is"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"r": None}, "r and lora_alpha are None and 6, they must be numbers"),
+        ({"r": 3}, "has shape"),
+        ({"target_modules": ".*o_proj"}, "target_modules is '.*o_proj': only a list"),
+        ({"target_modules": ["c_attn"], "target_parameters": None}, "name no module of this model"),
+        ({"target_modules": ["indexer.wk"], "target_parameters": None}, "the indexer is frozen"),
+        ({"target_modules": ["q_a_proj"]}, "holds the unknown"),
+        ({"target_modules": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]}, "holds the unknown"),
+    ],
+)
+def test_configurations_that_mean_something_else_are_refused(
+    make_model, exported, changes, message
+):
+    _, folder = exported
+    _edit(folder, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        from_peft(folder, make_model())
+    assert message in str(caught.value)
+
+
+def test_an_adapter_of_other_targets_or_scale_is_refused(make_model, exported):
+    _, folder = exported
+    fewer, _ = _adapted(make_model, "o_proj")
+    with pytest.raises(CheckpointError, match="targets differ"):
+        from_peft(folder, fewer)
+    scaled, _ = _adapted(make_model, *EVERY_TARGET, alpha=4.0)
+    with pytest.raises(CheckpointError, match=r"by lora_alpha / r = 3\.0"):
+        from_peft(folder, scaled)
+
+
+def _without_one_key(folder):
+    tensors = load_file(folder / WEIGHTS)
+    tensors.pop(next(key for key in tensors if "layers.1.mlp.experts.lora_B" in key))
+    save_file(tensors, folder / WEIGHTS)
+
+
+def _truncate(folder):
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_without_one_key, "does not hold base_model.model.model.layers.1.mlp.experts.lora_B"),
+        (_truncate, f"{WEIGHTS} is damaged"),
+        (lambda folder: (folder / WEIGHTS).unlink(), f"no {WEIGHTS} in"),
+        (lambda folder: (folder / CONFIG).unlink(), f"no {CONFIG} in"),
+        (lambda folder: (folder / CONFIG).write_text("{"), "cannot be read as JSON"),
+        (lambda folder: (folder / CONFIG).write_text("[]"), "no JSON object"),
+    ],
+)
+def test_damage_is_one_clear_line(make_model, exported, damage, message):
+    _, folder = exported
+    damage(folder)
+    with pytest.raises(CheckpointError) as caught:
+        from_peft(folder, make_model())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_adapter_state_round_trip_and_its_errors(make_model):
