@@ -93,10 +93,13 @@ def wait_for_signal(config: RunConfig, number: signal.Signals) -> int:
     with StopRequest() as stop:
         dist.barrier()
         if rank == 0:
-            os.kill(os.getppid(), number)
+            for _ in range(2):  # `timeout` tells the process and its group
+                os.kill(os.getppid(), number)
+                time.sleep(0.1)
         deadline = time.monotonic() + 60
         while not stop.signal_number and time.monotonic() < deadline:
             time.sleep(0.01)
+        time.sleep(0.5)  # the second one would have killed by now
         Path(config.train.output_dir, f"rank-{rank}").write_text(str(stop.signal_number))
     return 128 + stop.signal_number
 

@@ -293,6 +293,12 @@ def test_what_resume_finds(tmp_path):
         find(str(first), run)
     with pytest.raises(CheckpointError, match=r"resume is '.*nothing'.*no complete checkpoint"):
         find(str(tmp_path / "nothing"), other)
+    os.truncate(second / "__0_0.distcp", 100)
+    assert find(True, run) == first
+    os.truncate(first / "__0_0.distcp", 100)
+    for resume in (True, False):
+        with pytest.raises(CheckpointError, match=r"without a checkpoint to go on .* 100 bytes in"):
+            find(resume, run)
 
 
 @pytest.mark.parametrize("bad", [{"every": -1}, {"keep_last": 0}, {"resume": ""}])

@@ -36,6 +36,7 @@ from fullspan.checkpoint.folders import (
     read_header,
     saving_folder,
     step_folder,
+    step_folders,
 )
 from fullspan.checkpoint.random_state import random_states, restore_random_states
 from fullspan.errors import CheckpointError
@@ -95,11 +96,18 @@ def find_checkpoint(
 
     Raises:
         CheckpointError: `resume` is a path without a complete checkpoint or older than what
-            `output_dir` holds, or it is false and `output_dir` holds a checkpoint.
+            `output_dir` holds, or it is false and `output_dir` holds a checkpoint; or all of
+            `output_dir` are damaged, since a new start would write over what the run has recorded.
     """
 
     def find() -> tuple[Path | None, list[str]]:
         newest, remarks = newest_checkpoint(output_dir / FOLDER)
+        if newest is None and step_folders(output_dir / FOLDER):
+            raise CheckpointError(
+                f"{output_dir} holds a run without a checkpoint to go on from "
+                f"({'; '.join(remarks)}): mend it, remove {output_dir / FOLDER} to start anew, or "
+                "choose another train.output_dir"
+            )
         if config.resume is True or (newest is None and config.resume is False):
             return newest, remarks
         if config.resume is False:

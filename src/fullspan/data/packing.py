@@ -131,7 +131,8 @@ def pack_documents(
     if not packs:
         raise DataError(
             f"{source}: no token to train on: {report.rows} rows, {len(report.bad_rows)} bad, "
-            f"{report.dropped} dropped as overlong, {report.untrained} without a trained token"
+            f"{report.dropped} dropped as longer than data.pack_length ({pack_length}), "
+            f"{report.untrained} without a trained token"
         )
     return packs, report
 

@@ -239,7 +239,7 @@ def loopback_mesh(
     """
     cp = config.resolve_cp(size)
     if not 0 <= rank < size:
-        raise ConfigError(f"rank {rank} of {size}: ranks are 0 to {size - 1}")
+        raise ConfigError(f"rank {rank} of {size}: ranks are 0 to {size - 1} (--rank)")
     if size == 1:
         return Mesh.single(device)
     watch = Watch(rank=rank, size=size)

@@ -61,7 +61,7 @@ def every_split(
         mode = mode if sequence > 1 else partition[0]
         splits.setdefault(Split(dp=replicas, cp=sequence, ep=experts, partition=mode))
     rule = "ep must divide dp x cp, and divide cp or be a multiple of it"
-    for name, values in (("dp", dp), ("cp", cp), ("ep", ep), ("partition", partition)):
+    for name, values in (("ep", ep), ("cp", cp), ("dp", dp), ("partition", partition)):
         for value in values:
             if not any(getattr(split, name) == value for split in splits):
                 why = "it needs a cp above 1" if name == "partition" else rule

@@ -6,7 +6,7 @@ Three ways in, one worker:
 * Slurm: `srun` started this process as a rank, its variables are translated (ranks.py).
 
 SIGTERM and SIGINT to the parent reach every rank as SIGTERM (stop.py), so that they can save and
-leave; a second one kills. Once a rank has failed, those that do not end by themselves are killed
+leave; another one, two seconds later or more, kills. Once a rank has failed, those that do not end by themselves are killed
 after some seconds. Leaves out restarts: a run that failed is started again and resumes.
 """
 
@@ -35,7 +35,7 @@ from fullspan.errors import FullspanError, LaunchError, RankLostError
 from fullspan.parallel.watch import answer, client_store
 from fullspan.train import loop, ranks
 from fullspan.train.config import RunConfig, load_run_config
-from fullspan.train.stop import RankInterrupt
+from fullspan.train.stop import SECONDS_OF_ONE_SIGNAL, RankInterrupt
 
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
@@ -173,11 +173,17 @@ def _rank_main(work: Work, config: RunConfig, folder: str, parent: int) -> int:
 @contextmanager
 def _forward_signals() -> Iterator[list[int]]:
     """Pass SIGTERM, SIGINT and SIGHUP on to the ranks as SIGTERM, after SIGINT where that came; a
-    second one as SIGKILL. Gives the numbers received.
+    later one as SIGKILL. Gives the numbers received.
     """
     received: list[int] = []
+    first_at = 0.0
 
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal first_at
+        now = time.monotonic()
+        if received and now - first_at < SECONDS_OF_ONE_SIGNAL:
+            return  # sent to the process and to its group
+        first_at = first_at or now
         received.append(number)
         if number == signal.SIGINT and len(received) == 1:
             print("fullspan: stopping after this step; once more to stop now", file=sys.stderr)

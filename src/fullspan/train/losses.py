@@ -169,7 +169,8 @@ class PolicyGradient(Loss):
     mean: str = "tokens"
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not (0 <= self.clip[0] <= 1 and self.clip[1] >= 0):
+        pair = self.clip is None or (isinstance(self.clip, tuple) and len(self.clip) == 2)
+        if not pair or (self.clip and not (0 <= self.clip[0] <= 1 and self.clip[1] >= 0)):
             raise ConfigError(
                 f"PolicyGradient: clip is {self.clip}: (low, high) with low in [0, 1], high >= 0"
             )
@@ -223,6 +224,8 @@ def _as(kind: type[Kind], pack: Pack) -> Kind:
 
 
 def _check_rows(pack: Pack, name: str, values: Tensor) -> None:
+    if not isinstance(values, Tensor):
+        raise LayoutError(f"pack: {name} must be a tensor, got {type(values).__name__}")
     if values.shape != pack.labels.shape:
         raise LayoutError(
             f"pack: {len(pack.labels)} rows but {name} of shape {tuple(values.shape)}"

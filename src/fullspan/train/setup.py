@@ -260,6 +260,7 @@ def write_config(folder: Path, text: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
     except OSError as error:
+        why = error.strerror if folder.is_dir() or not folder.exists() else "it is no folder"
         raise CheckpointError(
-            f"cannot write {folder / CONFIG_FILE}: {error.strerror} (setting train.output_dir)"
+            f"cannot write {folder / CONFIG_FILE}: {why} (setting train.output_dir)"
         ) from error

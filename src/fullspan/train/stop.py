@@ -9,8 +9,9 @@ import threading
 import time
 from types import FrameType
 
-# Launchers repeat the terminal's Ctrl-C within milliseconds; a person needs longer.
-_SECONDS_OF_ONE_CTRL_C = 2.0
+# Launchers repeat the terminal's Ctrl-C, and `timeout` its SIGTERM, within milliseconds; a person
+# needs longer.
+SECONDS_OF_ONE_SIGNAL = 2.0
 
 
 class RankInterrupt:
@@ -54,7 +55,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        again = self.signal_number and now - self._first_at >= _SECONDS_OF_ONE_CTRL_C
+        again = self.signal_number and now - self._first_at >= SECONDS_OF_ONE_SIGNAL
         if number == signal.SIGINT and again:
             raise KeyboardInterrupt
         before = signal.getsignal(signal.SIGINT)

@@ -31,7 +31,7 @@ def python_handles_ctrl_c():
 
 @pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_one_ctrl_c_stops_and_a_later_one_interrupts(monkeypatch):
-    monkeypatch.setattr(fullspan.train.stop, "_SECONDS_OF_ONE_CTRL_C", 0.2)
+    monkeypatch.setattr(fullspan.train.stop, "SECONDS_OF_ONE_SIGNAL", 0.2)
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # the launcher's copy of the same Ctrl-C
