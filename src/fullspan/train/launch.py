@@ -6,8 +6,9 @@ Three ways in, one worker:
 * Slurm: `srun` started this process as a rank, its variables are translated (ranks.py).
 
 SIGTERM and SIGINT to the parent reach every rank as SIGTERM (stop.py), so that they can save and
-leave; another one, two seconds later or more, kills. Once a rank has failed, those that do not end by themselves are killed
-after some seconds. Leaves out restarts: a run that failed is started again and resumes.
+leave; another one, two seconds later or more, kills. Once a rank has failed, those that do not end
+by themselves are killed after some seconds. Leaves out restarts: a run that failed is started again
+and resumes.
 """
 
 import json
