@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullspan.errors import DataError, LaunchError
+from fullspan.errors import CheckpointError, DataError, LaunchError
 from fullspan.settings import build
 from fullspan.train.config import RunConfig
 from fullspan.train.launch import start_ranks
@@ -79,6 +79,11 @@ def interrupted_while_loading(config: RunConfig) -> int:
         os.kill(os.getppid(), signal.SIGINT)
     time.sleep(60)
     return 0
+
+
+def disk_is_full_at_the_stop(config: RunConfig) -> int:
+    wait_for_signal(config, signal.SIGTERM)
+    raise CheckpointError("cannot save: the disk is full")
 
 
 def rank_1_exits(config: RunConfig) -> int:
@@ -159,6 +164,12 @@ def test_a_signal_reaches_every_rank_by_its_name(config, capfd, work, code):
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == (1 if code == 130 else 0)
+
+
+def test_a_stop_that_cannot_save_says_why(config, capfd):
+    with pytest.raises(LaunchError, match=r"^rank [01]: cannot save: the disk is full$"):
+        start_ranks(disk_is_full_at_the_stop, config, 2, 0)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_stop_before_the_first_step_ends_with_a_line(config, capfd):

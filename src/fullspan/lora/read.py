@@ -30,22 +30,15 @@ from fullspan.lora.state import (
 )
 from fullspan.shapes import Tensor
 
-# PEFT options that change what an adapter computes, with the one value that is understood.
-_ONLY_VALUE: dict[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "use_rslora": False,
-    "use_dora": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": None,
-    "exclude_modules": None,
-    "layers_to_transform": None,
-    "layer_replication": None,
-    "trainable_token_indices": None,
-}
+# Options with one value that is understood, and those whose value changes nothing that is read
+# here. Of every other one only null, false or nothing is: it stands for more than plain LoRA.
+_ONLY = {"peft_type": "LORA", "bias": "none"}
+_HARMLESS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "layers_pattern",
+    "lora_alpha", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "r",
+    "revision", "runtime_config", "target_modules", "target_parameters", "task_type",
+})  # fmt: skip
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # that leave the base as it is
 
 
 def from_peft(folder: Path, model: nn.Module) -> LoraConfig:
@@ -139,9 +132,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(fields, dict):
         raise CheckpointError(f"{file} holds no JSON object")
-    for option, only in _ONLY_VALUE.items():
-        value = fields.get(option, only)
-        if value != only and (value or only):  # PEFT writes nothing as null, [], {} or false
+    for option, value in fields.items():
+        only = _ONLY.get(option, False if value is True else None)
+        if option == "init_lora_weights":
+            understood = value in _INITIAL
+        else:
+            understood = option in _HARMLESS or value == only or not (value or option in _ONLY)
+        if not understood:
             raise CheckpointError(f"{file}: {option} is {value!r}, only {only!r} can be read")
     if type(fields.get("r")) is not int or type(fields.get("lora_alpha")) not in (int, float):
         got = f"{fields.get('r')!r} and {fields.get('lora_alpha')!r}"

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -112,7 +113,7 @@ def _check_cudnn(
         version = importlib.metadata.version("nvidia-cudnn-frontend")
     except importlib.metadata.PackageNotFoundError:
         return f"needs the cuDNN frontend, which is not here: {how}"
-    old = tuple(map(int, version.split(".")[:2])) < CUDNN
+    old = tuple(map(int, re.findall(r"\d+", version)[:2])) < CUDNN
     return f"needs the cuDNN frontend {least} or newer, not {version}: {how}" if old else None
 
 

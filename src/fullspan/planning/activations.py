@@ -169,9 +169,10 @@ class Layer:
 
         With experts that is in their last chunk of rows, after the shared expert: on the way there
         what is sent, what arrives and this by expert; at the first product the rows and the
-        dequantised weights; then the rows and what the second product would read. Only where that
-        one has an adapter it is made: then what goes in and comes out, and on the way back the
-        rows, the outputs, these in the order of arrival, and what comes.
+        dequantised weights; then the rows and what the second product would read. That one is made
+        where it has an adapter, and where this is the only forward pass: then what goes in and
+        comes out, and on the way back the rows, the outputs, these in the order of arrival, and
+        what comes.
         """
         streams = self._streams() + self.input()  # and the gradient of the layer's output
         # Outputs of routed and shared experts; of a dense layer with the residual.
@@ -190,8 +191,10 @@ class Layer:
                 "expert products": (given, self.dequantised()),
                 "expert gates": (given + self._gated(), 0),
             }
-            if adapted:  # and its input kept
-                exchanges["second expert product"] = given + 2 * moved, self.dequantised(down=True)
+            if adapted or not self.case.run.train.recompute:
+                # Its input, which an adapter keeps, and its output, to which an adapter's is added.
+                second = 2 * moved if adapted else moved + self._gated()
+                exchanges["second expert product"] = given + second, self.dequantised(down=True)
                 exchanges["experts"] = given + (1 + ways) * moved, 0
             for name, (exchange, weights) in exchanges.items():
                 items = {"expert exchange": exchange, "dequantised weights": weights}

@@ -162,10 +162,12 @@ class Case:
             "attention backward": attention,
             "indexer": {"heads": model.index_n_heads, "topk": model.index_topk},
         }
-        workspace = self.run.ops.attention_bytes  # the indexer's rows are of one
-        fp8 = self.run.ops.index_scores == "fp8"
+        ops = self.run.ops
+        workspaces = dict.fromkeys(("attention forward", "attention backward"), ops.attention_bytes)
+        workspaces["indexer"] = ops.workspace_bytes
+        fp8 = ops.index_scores == "fp8"
         backends = {"indexer": ("hopper_fp8",)} if fp8 else {}
-        shape = Shape(keys=self.pack, workspace=workspace, widths=widths, backends=backends)
+        shape = Shape(keys=self.pack, workspaces=workspaces, widths=widths, backends=backends)
         return gpu(name, shape, folder)
 
     def remakes_outputs(self, layer: int) -> bool:

@@ -17,7 +17,7 @@ A kind of work has a rate in FLOPs or in bytes (read and written) per second:
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,11 +67,11 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What rows of kernels are chosen by. widths: of a row of an op, by the names in it. backends:
-    of a kind, the best first, where they are not those of most."""
+    """What rows of kernels are chosen by. By kind of work: workspaces in bytes; widths of a row, by
+    the names in it; backends, the best first, where they are not those of most."""
 
     keys: int = 131_072
-    workspace: int = GIB
+    workspaces: Mapping[str, int] = field(default_factory=dict)
     widths: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     backends: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -119,12 +119,12 @@ def gpu(name: str, shape: Shape | None = None, folder: Path | None = None) -> Gp
     own = [row for row in own if name in str(row.get("gpu", "")).lower()]
     rates = {}
     for kind in KINDS:
-        rate = _rate(kind, own, shape or Shape(), f"rows of {folder}")
+        shape = shape or Shape()
+        rate = _rate(kind, own, shape, f"rows of {folder}")
         if rate is None:
             # A model of other widths has the rates of those that were measured.
-            rate = _rate(kind, known, shape or Shape(), "rows") or _rate(
-                kind, known, Shape(), "rows"
-            )
+            other = replace(shape, widths={})
+            rate = _rate(kind, known, shape, "rows") or _rate(kind, known, other, "rows")
             assert rate is not None, f"rates.jsonl has no row for {kind}"
             factor = bandwidth / base_bandwidth if kind in BY_BYTES else peak / base_peak
             if name != "h200" and kind not in BY_HOST:
@@ -150,7 +150,8 @@ def _rate(kind: str, rows: Sequence[Row], shape: Shape, name: str) -> Rate | Non
 
     def distance(row: Row) -> tuple[float, float]:
         workspace = row.get("workspace_gib", 0) * GIB
-        return abs(row.get("keys", 0) - shape.keys), abs(workspace - shape.workspace)
+        wanted = shape.workspaces.get(kind, GIB)
+        return abs(row.get("keys", 0) - shape.keys), abs(workspace - wanted)
 
     if not found:
         return None

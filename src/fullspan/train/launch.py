@@ -136,11 +136,12 @@ def start_ranks(work: Work, config: RunConfig, count: int, port: int) -> int:
         try:
             codes = elastic_launch(launch_config, _rank_main)(work, config, folder, os.getpid())
         except ChildFailedError as failure:
-            if received:
+            reports = _read_reports(Path(folder))
+            if received and not _has_reason(failure, reports):
                 name = signal.Signals(received[0]).name
                 print(f"fullspan: stopped by {name} without saving", file=sys.stderr)
                 return 128 + received[0]
-            return _explain(failure, _read_reports(Path(folder)))
+            return _explain(failure, reports)
         except RendezvousError as error:
             raise LaunchError(f"the ranks could not be started: {error}") from error
     return 128 + received[0] if received else max(codes.values())
@@ -187,7 +188,10 @@ def _forward_signals() -> Iterator[list[int]]:
         first_at = first_at or now
         received.append(number)
         if number == signal.SIGINT and len(received) == 1:
-            print("fullspan: stopping after this step; once more to stop now", file=sys.stderr)
+            print(
+                "fullspan: stopping after this step; once more, in 2 s or later, to stop now",
+                file=sys.stderr,
+            )
         sent = [signal.SIGTERM] if len(received) == 1 else [signal.SIGKILL]
         if number == signal.SIGINT:
             sent.insert(0, signal.SIGINT)
@@ -262,6 +266,13 @@ def _read_reports(folder: Path) -> list[Report]:
     """The reports in the order of their time."""
     texts = [path.read_text(encoding="utf-8") for path in folder.glob("*.json")]
     return sorted((Report(**json.loads(text)) for text in texts), key=lambda one: one.seconds)
+
+
+def _has_reason(failure: ChildFailedError, reports: Sequence[Report]) -> bool:
+    """Whether a rank failed by itself, and not by a signal or the loss of another."""
+    rank, first = failure.get_first_failure()
+    killed = first.exitcode < 0 and rank not in [report.rank for report in reports]
+    return not killed and any(not report.lost for report in reports)
 
 
 def _explain(failure: ChildFailedError, reports: Sequence[Report]) -> int:

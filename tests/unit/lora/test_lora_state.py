@@ -155,6 +155,9 @@ def _edit(folder, **changes):
     [
         ({"use_rslora": True}, "use_rslora is True, only False can be read"),
         ({"use_dora": True}, "use_dora is True"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is [1, 2], only None"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"of_tomorrow": 1}, "of_tomorrow is 1, only None can be read"),
         ({"bias": "all"}, "bias is 'all', only 'none'"),
         ({"rank_pattern": {"o_proj": 4}}, "rank_pattern is"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),

@@ -190,12 +190,13 @@ def test_what_is_kept_between_layers_is_exact(glm, targets, dtype):
     (EVERY_TARGET, "bfloat16", 0.025),
     (("q_b_proj",), "float32", 0.005),
 ], ids=["every", "q_b_proj"])  # fmt: skip
-def test_the_peak_of_a_recomputed_layer(glm, targets, dtype, within, monkeypatch):
-    """A dense and a sparse layer, from the second forward to the end of the backward pass. In
-    bfloat16 a CPU makes some copies of its own, and in its strips of rows (ops/rows), kept small
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "once"])
+def test_the_peak_of_a_layer(glm, targets, dtype, within, recompute, monkeypatch):
+    """A dense and a sparse layer, from its second or only forward to the end of its backward pass.
+    In bfloat16 a CPU makes some copies of its own, and in its strips of rows (ops/rows), kept small
     here."""
     monkeypatch.setattr("fullspan.ops.rows.reference._STRIP_ELEMENTS", 1 << 10)
-    case = case_of(glm, dtype, targets, data={"pack_length": 768})
+    case = case_of(glm, dtype, targets, data={"pack_length": 768}, train={"recompute": recompute})
     running = Running(case)
     _, selection = running.layer(0, running.rows(), None)
     for number in (1, 3):
@@ -203,7 +204,7 @@ def test_the_peak_of_a_recomputed_layer(glm, targets, dtype, within, monkeypatch
         adapters = [p for p in running.model.model.layers[number].parameters() if p.requires_grad]
 
         def backward(number=number, x=x, grad=grad, adapters=adapters) -> None:
-            out, _ = running.layer(number, x, selection, selection)
+            out, _ = running.layer(number, x, selection, selection if recompute else None)
             torch.autograd.grad(out, [x, *adapters], grad)
 
         backward()

@@ -172,7 +172,7 @@ class MixtureOfExperts(nn.Module):
         self, x: Float[Tensor, "rows hidden"], parallel: ExpertParallel, *, unread: bool = False
     ) -> Float[Tensor, "rows hidden"]:
         """unread: nobody reads the values of the output, as in recompute, which is for the graph:
-        what makes only them is left out, and they are not set.
+        what makes only the routed experts' is left out, and they are not set.
         """
         routing = self.gate(x)
         # As many chunks on every rank: all hold as many rows.

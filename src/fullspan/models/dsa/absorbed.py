@@ -3,8 +3,9 @@
 An absorbed query is kv_lora_rank + rope wide for every head, and so are its gradient and nearly the
 output of attention: at GLM-5.2's widths 213 kB a row. They exist for a span of rows only, as many
 as the workspace allows. Forward, for each span: queries are absorbed and turned, the kernel runs,
-its outputs are projected to values. The outputs and their lse are kept for the backward pass, which
-makes the absorbed queries again from those that q_b_proj gave.
+its outputs are projected to values. The backward pass makes the absorbed queries again from those
+that q_b_proj gave; kept for it are lse, and the outputs where kv_b_proj has an adapter, else the
+values.
 
     absorbed[t, h] = (W_k[h]^T nope[t, h],  rope(rope[t, h]))
     value[t, h]    = W_v[h] attention(absorbed)[t, h]

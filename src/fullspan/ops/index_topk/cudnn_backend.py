@@ -11,7 +11,7 @@ index heads of width 128, bf16 or e4m3; up to 2048 keys. Left out: checks (op.py
 import torch
 
 from fullspan.errors import BackendError, ConfigError
-from fullspan.ops.sparse_attention.cudnn_backend import load
+from fullspan.ops.cudnn import load
 from fullspan.shapes import Float, Float32, Int32, Int64, Tensor
 
 HEADS = 32  # the kernels have 32 and 64

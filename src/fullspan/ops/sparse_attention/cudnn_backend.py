@@ -9,13 +9,12 @@ are padded to multiples of 64. Of the outputs it needs their products with grad_
 what callers keep. Left out: autograd and checks (op.py).
 """
 
-import importlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fullspan.errors import BackendError, ConfigError
+from fullspan.ops.cudnn import load
 from fullspan.ops.sparse_attention.launch import on_device, sink_gradient, whole
 from fullspan.shapes import Float, Float32, Int32, Tensor
 
@@ -112,13 +111,3 @@ def refuse_determinism() -> None:
             f"{NAMED} adds by float atomics, and torch.use_deterministic_algorithms(True) is set: "
             "name hopper or auto, whose bits repeat, or take that back"
         )
-
-
-def load() -> Any:
-    """The namespace of the sparse attention kernels; BackendError where it does not import."""
-    try:
-        return importlib.import_module("cudnn.deepseek_sparse_attention").DSA
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        raise BackendError(
-            f"backend 'cudnn': nvidia-cudnn-frontend does not load: {error}"
-        ) from error

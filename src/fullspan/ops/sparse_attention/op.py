@@ -62,7 +62,7 @@ def sparse_attention(
     empty slots are never read. A row names a key at most once. A row without keys gives out 0, lse
     +inf (so that exp(s - lse) vanishes, sink or not) and no gradient. lse is natural, fp32 or
     wider, without gradient. Raises BackendError when the named backend cannot run here, ConfigError
-    when options.attention_bytes is too small for one row.
+    when options.attention_bytes is too small for one row, or for 16 in the kernels' backward pass.
     """
     assert query.dtype == kv.dtype, (query.dtype, kv.dtype)
     assert 0 < value_dim <= kv.shape[1] == query.shape[2], (query.shape, kv.shape, value_dim)

@@ -115,12 +115,13 @@ def _block_slots(ids: Tensor, slot_bytes: int, row_bytes: int, workspace_bytes: 
     """Slots in a block, where the caller holds so many bytes for each slot and row of it."""
     rows, topk = ids.shape
     slot_bytes += ID_BYTES
-    if workspace_bytes < row_bytes + topk * slot_bytes:
+    least, room = row_bytes + topk * slot_bytes, workspace_bytes // 4 * 3  # a span has the rest
+    if room < least:
         raise ConfigError(
             f"ops.attention_bytes is {workspace_bytes}; sparse attention over {topk} keys needs at "
-            f"least {row_bytes + topk * slot_bytes}, for one row"
+            f"least {-(-least // 3) * 4}, for one row"
         )
-    budget = workspace_bytes if ids.is_cuda else min(workspace_bytes, CPU_BLOCK_BYTES)
+    budget = room if ids.is_cuda else min(room, CPU_BLOCK_BYTES)
     slots = budget // (slot_bytes + row_bytes // min(topk, LEAST_WIDTH))
     return min(max(slots, topk), rows * topk)
 
