@@ -199,7 +199,7 @@ def test_the_peak_of_a_layer(glm, targets, dtype, within, recompute, monkeypatch
     case = case_of(glm, dtype, targets, data={"pack_length": 768}, train={"recompute": recompute})
     running = Running(case)
     _, selection = running.layer(0, running.rows(), None)
-    for number in (1, 3):
+    for number in (1, 3) if recompute else (3,):  # without, layer 1 would choose its keys again
         x, grad = running.rows(), running.rows().detach()
         adapters = [p for p in running.model.model.layers[number].parameters() if p.requires_grad]
 
