@@ -163,8 +163,11 @@ class Case:
             "indexer": {"heads": model.index_n_heads, "topk": model.index_topk},
         }
         ops = self.run.ops
-        workspaces = dict.fromkeys(("attention forward", "attention backward"), ops.attention_bytes)
-        workspaces["indexer"] = ops.workspace_bytes
+        workspaces = {
+            "attention forward": ops.attention_bytes,
+            "attention backward": ops.attention_bytes,
+            "indexer": ops.workspace_bytes,
+        }
         fp8 = ops.index_scores == "fp8"
         backends = {"indexer": ("hopper_fp8",)} if fp8 else {}
         shape = Shape(keys=self.pack, workspaces=workspaces, widths=widths, backends=backends)
