@@ -47,9 +47,9 @@ def run(case: Attention, backend: str, workspace: int = GIB) -> tuple[torch.Tens
     return out, lse, dquery, dkv, dsink
 
 
-def check(case: Attention, backend: str, workspace: int = GIB) -> None:
+def check(case: Attention, backend: str, workspace: int = GIB, *, repeat: int = 5) -> None:
     """No worse than plain PyTorch in bfloat16, plus 10 %; nothing but selected keys read; the same
-    bits twice.
+    bits twice, of the first `repeat` results.
     """
     got, want, rounded = run(case, backend, workspace), exact(case), plain(case)
     again = run(case, backend, workspace)
@@ -64,7 +64,7 @@ def check(case: Attention, backend: str, workspace: int = GIB) -> None:
     assert (got[1] - want[1])[finite].abs().max() < 1e-3
     if case.sink is not None:
         assert error(got[4], want[4]) < 1e-2
-    for first, second in zip(got, again):
+    for first, second in zip(got[:repeat], again):
         assert torch.equal(first, second)
 
 

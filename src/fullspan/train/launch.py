@@ -270,9 +270,14 @@ def _read_reports(folder: Path) -> list[Report]:
 
 def _has_reason(failure: ChildFailedError, reports: Sequence[Report]) -> bool:
     """Whether a rank failed by itself, and not by a signal or the loss of another."""
+    return _killed_by(failure, reports) is None and any(not report.lost for report in reports)
+
+
+def _killed_by(failure: ChildFailedError, reports: Sequence[Report]) -> signal.Signals | None:
+    """The signal that has killed the rank that failed first, before it could report."""
     rank, first = failure.get_first_failure()
-    killed = first.exitcode < 0 and rank not in [report.rank for report in reports]
-    return not killed and any(not report.lost for report in reports)
+    silent = first.exitcode < 0 and rank not in [report.rank for report in reports]
+    return signal.Signals(-first.exitcode) if silent else None
 
 
 def _explain(failure: ChildFailedError, reports: Sequence[Report]) -> int:
@@ -284,8 +289,8 @@ def _explain(failure: ChildFailedError, reports: Sequence[Report]) -> int:
     """
     rank, first = failure.get_first_failure()
     lost = [report.text for report in reports if report.lost]
-    if first.exitcode < 0 and rank not in [report.rank for report in reports]:
-        number = signal.Signals(-first.exitcode)
+    number = _killed_by(failure, reports)
+    if number is not None:
         parts = [f"rank {rank}: killed by {number.name}", _HINTS.get(number, ""), *lost[:1]]
         raise LaunchError("; ".join(part for part in parts if part))
     for report in reports:

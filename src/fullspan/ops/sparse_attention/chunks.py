@@ -125,8 +125,18 @@ class Sizes:
 
 
 def span_rows(rows: int, beside: int, budget: int) -> int:
-    """Rows of a span where nothing but the caller holds anything for it."""
+    """Rows of a span that only the caller holds anything for, in a quarter of the budget."""
     return max(1, min(rows, budget // 4 // beside) if beside else rows)
+
+
+def beside_span(budget: int) -> int:
+    """Bytes for a backend without a plan, beside what the caller of `span_rows` holds."""
+    return budget // 4 * 3
+
+
+def least_budget(needed: int) -> int:
+    """The smallest budget whose `beside_span` is enough."""
+    return -(-needed // 3) * 4
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ import torch
 
 from fullspan.errors import BackendError, ConfigError
 from fullspan.ops.cudnn import load
+from fullspan.ops.sparse_attention.chunks import beside_span, least_budget
 from fullspan.ops.sparse_attention.launch import on_device, sink_gradient, whole
 from fullspan.shapes import Float, Float32, Int32, Tensor
 
@@ -91,14 +92,14 @@ def part_rows(query: Tensor, kv: Tensor, value_dim: int, workspace_bytes: int) -
     the kernel's two sums a head. The kernel's addresses are of 32 bits.
     """
     heads, width = query.shape[1:]
-    padded, room = heads + -heads % HEADS, workspace_bytes // 4 * 3
+    padded, room = heads + -heads % HEADS, beside_span(workspace_bytes)
     copies = 0 if heads == padded else 2 * width + value_dim
     row = padded * (query.element_size() * (value_dim + copies) + 8)
     pack = (kv.shape[0] + HEADS) * width * (4 + query.element_size())
     if pack + row > room:
         raise ConfigError(
             f"ops.attention_bytes is {workspace_bytes}; cuDNN's backward of sparse attention needs "
-            f"at least {-(-(pack + row) // 3) * 4} for {kv.shape[0]} keys"
+            f"at least {least_budget(pack + row)} for {kv.shape[0]} keys"
         )
     return min((room - pack) // row, (2**31 - 1) // (padded * width))
 

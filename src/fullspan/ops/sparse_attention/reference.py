@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fullspan.errors import ConfigError
+from fullspan.ops.sparse_attention.chunks import beside_span, least_budget
 
 LEAST_WIDTH = 64
 CPU_BLOCK_BYTES = 8 << 20  # a larger block only leaves the cache
@@ -115,11 +116,11 @@ def _block_slots(ids: Tensor, slot_bytes: int, row_bytes: int, workspace_bytes: 
     """Slots in a block, where the caller holds so many bytes for each slot and row of it."""
     rows, topk = ids.shape
     slot_bytes += ID_BYTES
-    least, room = row_bytes + topk * slot_bytes, workspace_bytes // 4 * 3  # a span has the rest
+    least, room = row_bytes + topk * slot_bytes, beside_span(workspace_bytes)
     if room < least:
         raise ConfigError(
             f"ops.attention_bytes is {workspace_bytes}; sparse attention over {topk} keys needs at "
-            f"least {-(-least // 3) * 4}, for one row"
+            f"least {least_budget(least)}, for one row"
         )
     budget = room if ids.is_cuda else min(room, CPU_BLOCK_BYTES)
     slots = budget // (slot_bytes + row_bytes // min(topk, LEAST_WIDTH))
