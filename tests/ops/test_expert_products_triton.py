@@ -2,12 +2,19 @@
 Triton's interpreter on a CPU, compiled on a GPU.
 """
 
+import sys
+
 import pytest
 import torch
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED
 
-from fullspan.ops.expert_products import reference, rounding  # isort: skip
+from fullspan.ops.expert_products import (  # isort: skip
+    deep_gemm_backend,
+    reference,
+    rounding,
+    scaled_backend,
+)
 from fullspan.ops.fp8.reference import E4M3, dequantise_into, quantise  # isort: skip
 
 COUNTS = ([5, 0, 9, 2], [0, 0, 3], [7], [0, 8, 0, 1, 0], [9, 7])
@@ -108,6 +115,60 @@ def test_what_is_not_finite_stays_so(bad):
     values, scale = rounding.round_rows(x)
     wide = values.float() * scale[:, None]
     assert wide[0].eq(1).all() and not wide[1, 3].isfinite()
+
+
+class Grouped:
+    """The product that DeepGEMM documents, in the place of its module: what it demands of its
+    operands, and memory that holds NaN where it computes nothing."""
+
+    @staticmethod
+    def get_mk_alignment_for_contiguous_layout() -> int:
+        return ALIGN
+
+    @staticmethod
+    def m_grouped_fp8_gemm_nt_contiguous(rows, weight, out, expert):
+        (values, scale), (matrices, blocks) = rows, weight
+        assert values.is_contiguous() and out.is_contiguous() and out.shape[0] == len(values)
+        assert scale.stride() == (1, len(values)) and len(values) % ALIGN == 0
+        assert expert.dtype == torch.int32 and expert.is_contiguous()
+        wide = values.to(E4M3).float() * scale.repeat_interleave(128, 1)
+        out.fill_(torch.nan)
+        for first in range(0, len(values), ALIGN):
+            of = expert[first]
+            for row in range(first, first + ALIGN):
+                if of >= 0 and expert[row] >= 0:
+                    assert expert[row] == of, "a block of two experts"
+                    matrix = reference._wide(matrices[of], blocks[of], reference.BLOCK)
+                    out[row] = (wide[row] @ matrix.t()).to(out.dtype)
+
+
+def scaled(a, b, scale_a, recipe_a, scale_b, recipe_b, *, offs, output_dtype, use_fast_accum):
+    """PyTorch's product of [rows, in] and [experts, in, out] as it is documented."""
+    assert recipe_a == recipe_b == scaled_backend.ScalingType.RowWise and not use_fast_accum
+    assert a.stride(1) == 1 and b.stride(1) == 1 and offs.dtype == torch.int32
+    rows, out = a.to(E4M3).float() * scale_a[:, None], []
+    for expert, (start, end) in enumerate(zip([0, *offs[:-1].tolist()], offs.tolist())):
+        matrix = b[expert].to(E4M3).float() * scale_b[expert]
+        out.append(rows[start:end] @ matrix)
+    return torch.cat(out).to(output_dtype)
+
+
+@pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
+def test_what_is_handed_to_other_kernels_and_taken_back(monkeypatch, counts):
+    """Operands, places and outputs, with the products of others in plain PyTorch."""
+    torch.manual_seed(3)
+    x = torch.randn(sum(counts), 256, device=DEVICE)
+    weight, blocks = quantise(
+        torch.randn(128 * len(counts), 256, device=DEVICE), reference.BLOCK, power_of_two=False
+    )
+    given = x, weight.view(-1, 128, 256), blocks.view(-1, 1, 2), torch.tensor(counts, device=DEVICE)
+    monkeypatch.setitem(sys.modules, "deep_gemm", Grouped)
+    monkeypatch.setattr(scaled_backend.F, "scaled_grouped_mm", scaled)
+    for backend, wanted in (
+        (deep_gemm_backend, reference.product(*given)),
+        (scaled_backend, reference.product_by_row(*given)),
+    ):
+        assert torch.allclose(backend.product(*given), wanted, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -51,6 +51,11 @@ class OpOptions:
     expert_bytes: int = 1 << 32
     loss_chunk_rows: int = 1024
 
+    @property
+    def fp8_products(self) -> bool:
+        """Whether the experts' forward products have both operands in FP8."""
+        return self.expert_products not in ("auto", "bf16")
+
     def __post_init__(self) -> None:
         for op, backends in BACKEND_NAMES.items():
             name = getattr(self, op)

@@ -25,7 +25,7 @@ WEIGHT_BYTES = {"reference": 0, "deep_gemm": 0, "scaled_grouped_mm": 1}
 
 
 def in_fp8(products: str) -> bool:
-    """Whether ops.expert_products names one of these."""
+    """Whether ops.expert_products names one of these, which is never what "auto" takes."""
     return products in _IMPLEMENTATIONS
 
 
