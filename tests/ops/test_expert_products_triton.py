@@ -33,6 +33,11 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(got.to(E4M3).float(), wanted.float())
 
 
+def quantised(x: torch.Tensor, block: tuple[int, int]) -> list[torch.Tensor]:
+    """The reference on the CPU: PyTorch divides by 448 through its reciprocal on a GPU."""
+    return [part.to(DEVICE) for part in quantise(x.cpu(), block, power_of_two=False)]
+
+
 def rows_of(slots: int, width: int) -> torch.Tensor:
     """Values of many sizes, a row of zeros, a group of zeros, and numbers so small that a scale of
     theirs has no reciprocal."""
@@ -49,8 +54,8 @@ def test_rows_are_spread_over_padded_experts(counts, width):
     torch.manual_seed(0)
     x = rows_of(sum(counts), width)
     got = rounding.spread_rows(x, torch.tensor(counts, device=DEVICE), ALIGN)
-    values, scale = quantise(x, (1, 128), power_of_two=False)
-    same(got.values[got.place], values)
+    values, scale = quantised(x, (1, 128))
+    same(got.values.float()[got.place], values)
     assert torch.equal(got.scale[got.place], scale)
     expert = torch.full((len(got.values),), -1, dtype=torch.int32)
     start, place = 0, []
@@ -86,15 +91,15 @@ def test_rows_and_weights_by_row():
     torch.manual_seed(1)
     x = rows_of(6, 384)
     values, scale = rounding.round_rows(x)
-    wanted, wanted_scale = quantise(x, (1, 384), power_of_two=False)
+    wanted, wanted_scale = quantised(x, (1, 384))
     same(values, wanted)
     assert torch.equal(scale[:, None], wanted_scale)
 
-    weight, blocks = quantise(rows_of(256, 384), reference.BLOCK, power_of_two=False)
+    weight, blocks = quantised(rows_of(256, 384), reference.BLOCK)
     wide = torch.empty(256, 384, device=DEVICE)
     dequantise_into(wide, weight, blocks, reference.BLOCK)
     values, scale = rounding.round_rows(weight, blocks)
-    wanted, wanted_scale = quantise(wide, (1, 384), power_of_two=False)
+    wanted, wanted_scale = quantised(wide, (1, 384))
     same(values, wanted)
     assert torch.equal(scale[:, None], wanted_scale)
 
@@ -114,7 +119,7 @@ def test_what_is_not_finite_stays_so(bad):
     x[1, 3] = bad
     values, scale = rounding.round_rows(x)
     wide = values.float() * scale[:, None]
-    assert wide[0].eq(1).all() and not wide[1, 3].isfinite()
+    assert wide[0].sub(1).abs().max() < 1e-6 and not wide[1, 3].isfinite()
 
 
 class Grouped:
@@ -158,9 +163,7 @@ def test_what_is_handed_to_other_kernels_and_taken_back(monkeypatch, counts):
     """Operands, places and outputs, with the products of others in plain PyTorch."""
     torch.manual_seed(3)
     x = torch.randn(sum(counts), 256, device=DEVICE)
-    weight, blocks = quantise(
-        torch.randn(128 * len(counts), 256, device=DEVICE), reference.BLOCK, power_of_two=False
-    )
+    weight, blocks = quantised(torch.randn(128 * len(counts), 256), reference.BLOCK)
     given = x, weight.view(-1, 128, 256), blocks.view(-1, 1, 2), torch.tensor(counts, device=DEVICE)
     monkeypatch.setitem(sys.modules, "deep_gemm", Grouped)
     monkeypatch.setattr(scaled_backend.F, "scaled_grouped_mm", scaled)
@@ -179,7 +182,7 @@ def test_widths_of_glm_in_bfloat16(width):
     counts = torch.tensor([500, 0, 1, 300, 128, 0, 70, 1], device=DEVICE)
     x = rows_of(1000, width).bfloat16()
     got = rounding.spread_rows(x, counts, 128)
-    values, scale = quantise(x, (1, 128), power_of_two=False)
-    assert torch.equal(got.values[got.place].view(torch.uint8), values.view(torch.uint8))
+    values, scale = quantised(x, (1, 128))
+    assert torch.equal(got.values.view(torch.uint8)[got.place], values.view(torch.uint8))
     assert torch.equal(got.scale[got.place], scale)
     assert got.values.dtype == E4M3
