@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from fullspan.checkpoint import tiny
 from fullspan.checkpoint.load import load_model
-from fullspan.checkpoint.tiny import init_tiny
 from fullspan.errors import BackendError, ConfigError, LayoutError
+from fullspan.lora.config import LoraConfig
+from fullspan.lora.inject import inject
 from fullspan.lora.layers import LoRAGroupedLinear
 from fullspan.models.common import linear
 from fullspan.models.common.frozen import BlockLayout, FrozenProjection
@@ -26,8 +28,10 @@ from fullspan.ops.fp8.op import E4M3, quantise_blocks
 from fullspan.ops.options import OpOptions
 from fullspan.parallel.expert import ExpertParallel
 from tests.support.memory import peak_bytes
+from tests.support.tiny import EVERY_TARGET, gradients, local_loss, random_pack, stir
 
 GPU, NAMES = torch.device("cuda"), ("deep_gemm", "scaled_grouped_mm")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 FORMS = {"deep_gemm": product, "scaled_grouped_mm": product_by_row}
 
 
@@ -170,6 +174,30 @@ def test_recompute_gives_what_the_forward_pass_gave():
     assert torch.equal(moe(rows, parallel), found[0][0])
 
 
+def test_a_step_of_a_model_with_adapters_everywhere(tmp_path, monkeypatch):
+    """From the setting to the loss: with and without recompute the same step to the bit, its loss
+    and gradients near those of bf16 products and not the same."""
+    sizes = tiny._sizes
+    monkeypatch.setattr(tiny, "FP8_BLOCK", BLOCK)
+    monkeypatch.setattr(tiny, "_sizes", lambda ids: sizes(ids) | {"moe_intermediate_size": 128})
+    tiny.init_tiny(tmp_path / "tiny", fp8=True)
+    found = []
+    for products, recompute in (("bf16", True), ("reference", True), ("reference", False)):
+        model = load_model(
+            tmp_path / "tiny", dtype=torch.bfloat16, device="cpu", recompute=recompute,
+            options=OpOptions(expert_products=products),
+        )  # fmt: skip
+        inject(model, LoraConfig(r=3, alpha=6.0, targets=EVERY_TARGET))
+        stir(model)
+        loss, _ = local_loss(model, random_pack([100, 60], vocab=model.config.vocab_size))
+        loss.backward()
+        found.append((loss.detach(), gradients(model)))
+    (plain, _), (loss, wanted), (other, got) = found
+    assert torch.equal(loss, other) and 0 < abs(loss - plain) < 0.02 * plain
+    for name, gradient in wanted.items():
+        assert gradient.any() and torch.equal(got[name], gradient), name
+
+
 def test_one_expert_is_wide_at_a_time():
     """64 experts of 64 KiB in FP8: the reference holds one in float32, its rows, and no copy."""
     experts, size = 64, 256 * 256
@@ -210,7 +238,7 @@ def test_weights_that_do_not_fit_are_refused_when_they_are_loaded(
 ):
     monkeypatch.setitem(backend.BACKENDS["expert_products"], products, lambda *_: None)
     backend.choose.cache_clear()
-    init_tiny(tmp_path / "tiny", fp8=fp8)
+    tiny.init_tiny(tmp_path / "tiny", fp8=fp8)
     options = OpOptions(expert_products=products)
     with pytest.raises(ConfigError, match=rf"^ops.expert_products is '{products}', .*{found}: set"):
         load_model(
@@ -285,6 +313,7 @@ def test_a_package_that_does_not_load_is_one_line(hopper, tmp_path, broken):
 
 
 @pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("counts", [[300, 0, 1, 128, 0, 77], [0, 5, 0], [1000] * 8], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu_as_the_reference(name, counts):
@@ -302,6 +331,7 @@ def test_on_a_gpu_as_the_reference(name, counts):
 
 
 @pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_projection_on_a_gpu_in_a_step(name):
     """Forward by name, gradient of the dequantised weight to the bit, without slots too."""
