@@ -85,7 +85,7 @@ def expert_product(
             f"{list(scale.shape)} and counts {list(counts.shape)}: FP8 products take e4m3 weights "
             f"[experts, out, in] in whole blocks of {GROUP} x {GROUP}, x [slots, in]"
         )
-    return _expert_product(x.detach(), weight, scale, counts, backend)
+    return _expert_product(x.detach(), weight.detach(), scale.detach(), counts, backend)
 
 
 @operator(
