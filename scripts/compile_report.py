@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from fullspan.ops.expert_products.kernels import round_rows_kernel
 from fullspan.ops.fp8.kernels import dequantise_kernel
 from fullspan.ops.index_topk import kernels_hopper as index
 from fullspan.ops.index_topk.hopper_backend import BF16 as BF16_SCORES
@@ -206,6 +207,15 @@ def row_kernels() -> Iterator[Entry]:
     types |= dict.fromkeys(("rows", "cols", "row_tiles", "col_tiles", "inner"), "i32")
     fixed = {"BR": 128, "BC": 128, "TR": 128, "TC": 128, "w_col": 1, "s_col": 1, "o_col": 1}
     yield "dequantise", dequantise_kernel, types, fixed, {"num_warps": 8}
+    types = {"FIRST": INT64, "FIRST_PADDED": INT64, "PLACE": INT64, "EXPERT": INT32, "SCALE": FP32}
+    types |= {"BLOCK_SCALE": FP32, "OUT": "*fp8e4nv"}
+    types |= dict.fromkeys(("x_row", "scale_row", "scale_group", "width", "experts"), "i32")
+    for name, value, more in (
+        ("spread", BF16, {"PADDED": True, "WHOLE": False, "SCALED": False}),
+        ("again", "*fp8e4nv", {"PADDED": False, "WHOLE": True, "SCALED": True}),
+    ):
+        fixed = {"GROUPS": 64, "EXPERTS": 32, **more}
+        yield name, round_rows_kernel, types | {"X": value}, fixed, {"num_warps": 8}
     tensors = ("X", "GATE", "UP", "GRAD", "OUT", "DX", "DGATE", "DUP", "WEIGHT")
     types = dict.fromkeys(tensors, BF16) | {"INDEX": INT64, "eps": "fp32"}
     types |= dict.fromkeys(("WEIGHTS", "DWEIGHTS", "RSTD"), FP32)

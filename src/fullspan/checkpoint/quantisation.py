@@ -17,7 +17,9 @@ from fullspan.checkpoint.mapping import CheckpointMapping, Step
 from fullspan.checkpoint.safetensors_io import CheckpointFolder, TensorInfo
 from fullspan.errors import CheckpointError
 from fullspan.models.common.frozen import BlockLayout, FrozenProjection
+from fullspan.models.common.linear import GroupedLinear
 from fullspan.models.dsa.model import DsaForCausalLM
+from fullspan.ops.expert_products.op import check_weight
 from fullspan.ops.fp8.op import E4M3, scale_shape
 from fullspan.ops.options import OpOptions
 
@@ -101,18 +103,28 @@ class Quantisation:
     def make_room(
         self, model: DsaForCausalLM, mapping: CheckpointMapping, options: OpOptions
     ) -> None:
-        """Give the modules of a meta model FP8 weights and scales where the mapping has them."""
+        """Give the modules of a meta model FP8 weights and scales where the mapping has them.
+
+        Raises:
+            ConfigError: ops.expert_products takes no such weights of experts.
+        """
         for step in mapping.steps:
-            if step.dtype == E4M3:
-                module = model.get_submodule(step.target.rpartition(".")[0])
+            fp8, parts = step.dtype == E4M3, step.pieces()[0].parts
+            module = model.get_submodule(step.target.rpartition(".")[0])
+            products = "bf16"
+            if isinstance(module, GroupedLinear) and step.target.endswith(".weight"):
+                products = options.expert_products
+                block = self.block if fp8 else None
+                check_weight(step.target, module.weight.shape, block, parts, products)
+            if fp8:
                 assert isinstance(module, FrozenProjection), f"{step.target} is no projection"
-                parts = step.pieces()[0].parts
                 module.hold_fp8(
                     BlockLayout(
                         block=self.block,
                         parts=parts,
                         workspace_bytes=options.expert_bytes,
                         backend=options.fp8,
+                        products=products,
                     )
                 )
 

@@ -30,10 +30,14 @@ Check = Callable[[torch.device, torch.dtype, Widths], str | None]
 GLUON_TRITON = "3.6"
 E4M3 = torch.float8_e4m3fn
 MOST_TOPK = 4096  # keys of a row that the Triton kernels hold in registers
-OPTIONAL = ("flash_mla", "cudnn")  # kernels of others, in packages of their own: never by "auto"
+# Kernels of others, in packages of their own, and what rounds otherwise: never by "auto".
+OPTIONAL = ("flash_mla", "cudnn", "deep_gemm", "scaled_grouped_mm")
 UNREPEATABLE = ("sparse_attention", "cudnn")
+_FORWARD = ": forward and recompute in FP8, rows rounded to e4m3; gradients as in bf16"
 NOTES = {
     ("sparse_attention", "flash_mla"): ": its forward pass, hopper's backward",
+    ("expert_products", "deep_gemm"): _FORWARD,
+    ("expert_products", "scaled_grouped_mm"): _FORWARD,
     UNREPEATABLE: ": its backward pass, hopper's forward. It adds with float atomics: gradients "
     "differ in their last bits from run to run, and a resumed run from an uninterrupted one",
 }
@@ -135,6 +139,25 @@ def _check_fp8(device: torch.device, dtype: torch.dtype, widths: Widths) -> str 
     return None
 
 
+def _check_deep_gemm(device: torch.device, dtype: torch.dtype, widths: Widths) -> str | None:
+    refusal = _check_fp8_products(device, dtype, widths)
+    if refusal:
+        return refusal
+    try:
+        importlib.import_module("deep_gemm").m_grouped_fp8_gemm_nt_contiguous  # noqa: B018
+    except (ImportError, AttributeError, AssertionError, OSError, RuntimeError) as error:
+        said = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__
+        return (
+            f"needs DeepGEMM and cannot import it ({said}): pip install sgl-deep-gemm, of a "
+            f"release for torch {torch.__version__} (docs/benchmarks.md)"
+        )
+    return None
+
+
+def _check_fp8_products(device: torch.device, dtype: torch.dtype, widths: Widths) -> str | None:
+    return _check_triton(device, dtype, {}) or _check_sm90({}, device, dtype, widths)
+
+
 def _check_index(
     check: Check, device: torch.device, dtype: torch.dtype, widths: Widths
 ) -> str | None:
@@ -161,6 +184,12 @@ BACKENDS: dict[str, dict[str, Check]] = {
     },
     "fp8": {"triton": _check_fp8, "reference": _check_reference},
     "rows": {"triton": _check_triton, "reference": _check_reference},
+    "expert_products": {
+        "bf16": _check_reference,
+        "reference": _check_reference,
+        "deep_gemm": _check_deep_gemm,
+        "scaled_grouped_mm": _check_fp8_products,
+    },
 }
 
 

@@ -13,6 +13,7 @@ BACKEND_NAMES = {
     "sparse_attention": ("hopper", "triton", "reference", "flash_mla", "cudnn"),
     "fp8": ("triton", "reference"),
     "rows": ("triton", "reference"),
+    "expert_products": ("bf16", "reference", "deep_gemm", "scaled_grouped_mm"),
 }
 
 INDEX_SCORES = ("bf16", "fp8")
@@ -27,6 +28,9 @@ class OpOptions:
     index_scores: "bf16" multiplies the indexer's queries and keys as the model makes them, "fp8"
     rounds them to e4m3 with a scale per vector first: faster, and other selections
     (index_topk/README.md).
+    expert_products: "bf16" multiplies rows with the dequantised weights of the routed experts;
+    "deep_gemm" and "scaled_grouped_mm" with the FP8 ones in forward and recompute, rows rounded to
+    e4m3 (expert_products/README.md); "reference" is what the first of these computes, slowly.
     workspace_bytes: bound on the temporaries of index_topk.
     attention_bytes: bound on those of sparse_attention, and on the absorbed queries at hand.
     expert_bytes: bound on the rows that are at the experts at once, and on the experts' dequantised
@@ -41,10 +45,16 @@ class OpOptions:
     fp8: str = "auto"
     rows: str = "auto"
     index_scores: str = "bf16"
+    expert_products: str = "bf16"
     workspace_bytes: int = 1 << 30
     attention_bytes: int = 1 << 32
     expert_bytes: int = 1 << 32
     loss_chunk_rows: int = 1024
+
+    @property
+    def fp8_products(self) -> bool:
+        """Whether the experts' forward products have both operands in FP8."""
+        return self.expert_products not in ("auto", "bf16")
 
     def __post_init__(self) -> None:
         for op, backends in BACKEND_NAMES.items():

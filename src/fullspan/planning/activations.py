@@ -169,10 +169,10 @@ class Layer:
 
         With experts that is in their last chunk of rows, after the shared expert: on the way there
         what is sent, what arrives and this by expert; at the first product the rows and the
-        dequantised weights; then the rows and what the second product would read. That one is made
-        where it has an adapter, and where this is the only forward pass: then what goes in and
-        comes out, and on the way back the rows, the outputs, these in the order of arrival, and
-        what comes.
+        dequantised weights, or what an FP8 product takes; then the rows and what the second product
+        would read. That one is made where it has an adapter, and where this is the only forward
+        pass: then what goes in and comes out, and on the way back the rows, the outputs, these in
+        the order of arrival, and what comes.
         """
         streams = self._streams() + self.input()  # and the gradient of the layer's output
         # Outputs of routed and shared experts; of a dense layer with the residual.
@@ -188,16 +188,16 @@ class Layer:
             saved = (2 + adapted) * self._gated()  # not there when the rows arrive
             exchanges = {
                 "expert rows": (given + ways * moved - saved, 0),
-                "expert products": (given, self.dequantised()),
+                "expert products": (given, self.operands()),
                 "expert gates": (given + self._gated(), 0),
             }
             if adapted or not self.case.run.train.recompute:
                 # Its input, which an adapter keeps, and its output, to which an adapter's is added.
                 second = 2 * moved if adapted else moved + self._gated()
-                exchanges["second expert product"] = given + second, self.dequantised(down=True)
+                exchanges["second expert product"] = given + second, self.operands(down=True)
                 exchanges["experts"] = given + (1 + ways) * moved, 0
             for name, (exchange, weights) in exchanges.items():
-                items = {"expert exchange": exchange, "dequantised weights": weights}
+                items = {"expert exchange": exchange, self._operand: weights}
                 moments[name] = self._with_saved({STREAMS: streams, **items})
         return moments
 
@@ -284,11 +284,11 @@ class Layer:
             moved = case.busiest_chunk_slots * model.hidden_size * item
             for name, exchange, weights in (
                 ("experts", 4 * moved, 0),
-                ("expert products", moved + 3 * self._gated(), self.dequantised()),
-                ("second expert product", 2 * moved + self._gated(), self.dequantised(down=True)),
+                ("expert products", moved + 3 * self._gated(), self.operands()),
+                ("second expert product", 2 * moved + self._gated(), self.operands(down=True)),
             ):
                 items = {STREAMS: streams, "expert exchange": exchange}
-                moments[name] = {**items, "dequantised weights": weights}
+                moments[name] = {**items, self._operand: weights}
         else:
             inner = 3 * case.rows * model.intermediate_size * item
             moments["MLP"] = {
@@ -332,6 +332,28 @@ class Layer:
             "kernel workspace": kernels,
             "dequantised weights": width * model.kv_lora_rank * case.item if case.form.block else 0,
         }
+
+    @property
+    def _operand(self) -> str:
+        """The item of a plan that `operands` is."""
+        return "FP8 operands" if self.case.run.ops.fp8_products else "dequantised weights"
+
+    def operands(self, *, down: bool = False) -> int:
+        """What a forward product of the experts takes beside its rows and outputs: dequantised
+        weights, or for FP8 products the rounded rows and outputs of padded experts, or weights that
+        are rounded again (ops/expert_products/README.md, Cost)."""
+        case, model = self.case, self.case.model
+        if not case.run.ops.fp8_products:
+            return self.dequantised(down=down)
+        hidden, inner = model.hidden_size, model.moe_intermediate_size
+        read, made = (inner, hidden) if down else (hidden, 2 * inner)
+        slots, held = case.busiest_chunk_slots, model.n_routed_experts // case.ep
+        if case.run.ops.expert_products == "scaled_grouped_mm":
+            one = read * made
+            again = one * max(1, min(held, case.run.ops.expert_bytes // one))
+            return slots * (read + WIDE) + again
+        rows = slots + 127 * min(slots, held)
+        return rows * (read + WIDE * read // 128 + made * case.item)
 
     def dequantised(self, *, down: bool = False) -> int:
         """FP8 experts as they are multiplied: as many as ops.expert_bytes holds, at least one

@@ -71,6 +71,14 @@ class Case:
                 f"parallel.ep is {self.ep}, which does not divide the model's "
                 f"{self.model.n_routed_experts} routed experts"
             )
+        if self.run.ops.fp8_products and self.form.block != (128, 128):
+            rows, columns = self.form.block or (0, 0)
+            found = f"FP8 in blocks of {rows} x {columns}" if rows else "not FP8"
+            raise ConfigError(
+                f"ops.expert_products is {self.run.ops.expert_products!r}, which multiplies e4m3 "
+                f"weights in blocks of 128 x 128, but the model's are {found}: set "
+                'ops.expert_products = "bf16"'
+            )
 
     @classmethod
     def load(

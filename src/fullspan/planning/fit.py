@@ -20,6 +20,7 @@ _LEAST_ROWS, _MOST_ROWS = 2, 1 << 30  # of a pack
 _SETTINGS = {
     "gathered units": "bounded: two units are whole at a time",
     "dequantised weights": "lower ops.expert_bytes",
+    "FP8 operands": "lower ops.expert_bytes",
     "expert exchange": "lower ops.expert_bytes",
     "adapters": "lower lora.r or take targets out",
     "adapter gradients": "lower lora.r or take targets out",

@@ -7,6 +7,7 @@ A kind of work has a rate in FLOPs or in bytes (read and written) per second:
     projections          matrix products with 2-D weights
     products by head     kv_b_proj's halves: a product for each head, bound by memory
     experts              grouped products of the routed experts
+    experts fp8          the same with both operands in FP8 (ops.expert_products)
     attention forward, attention backward, indexer, head     their ops (ops/*/README.md)
     float32              products in float32: the router's
     elementwise          bytes: norms, gated products, sums, rotations, copies
@@ -85,8 +86,8 @@ _OPS = {
     "index_topk": "indexer",
 }
 KINDS = (
-    "projections", "products by head", "experts", "attention forward", "attention backward",
-    "indexer", "head", "float32", "elementwise", "permute", "dequantise",
+    "projections", "products by head", "experts", "experts fp8", "attention forward",
+    "attention backward", "indexer", "head", "float32", "elementwise", "permute", "dequantise",
     "waits",
 )  # fmt: skip
 BY_BYTES = ("elementwise", "permute", "dequantise")

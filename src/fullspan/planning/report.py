@@ -179,6 +179,8 @@ def _heading(case: Case) -> list[str]:
         held = f"FP8 in blocks of {form.block[0]} x {form.block[1]}, activations {held}"
     adapted = sum(adapter.numel for adapter in case.adapters)
     documents = f"documents of {case.document:,} rows"
+    forward = case.run.ops.expert_products
+    products = f"experts  forward products in FP8 ({forward}), not measured: an assumed rate"
     return [
         f"model    {Path(case.run.model.path).name} ({model.model_type}): {count / 1e9:.1f}e9 "
         f"parameters, {active_parameters(model) / 1e9:.1f}e9 active; {held}",
@@ -187,6 +189,7 @@ def _heading(case: Case) -> list[str]:
         f"{case.pack:,} rows, {case.rows:,} a rank",
         f"assumed  {documents}; {assumed.trained:.0%} of rows trained; the busiest rank's experts "
         f"get {assumed.imbalance:g} times the mean",
+        *([products] if case.run.ops.fp8_products else []),
     ]
 
 
@@ -278,7 +281,12 @@ def _seconds(plan: Plan, times: Times) -> list[str]:
 
 def _rates(plan: Plan) -> list[str]:
     links = plan.case.links
-    rows = [(part, _rate(part, rate.value), rate.source) for part, rate in plan.gpu.rates.items()]
+    unused = set() if plan.case.run.ops.fp8_products else {"experts fp8"}
+    rows = [
+        (part, _rate(part, rate.value), rate.source)
+        for part, rate in plan.gpu.rates.items()
+        if part not in unused
+    ]
     rows.append(("NVLink", f"{links.nvlink / 1e9:.0f} GB/s", "assumed: 2/3 of 450 each way"))
     if plan.case.run.train.offload_inputs:
         rows.append(("host", f"{links.host / 1e9:.0f} GB/s", "assumed: 4/5 of PCIe 5.0 x16"))

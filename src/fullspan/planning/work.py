@@ -68,8 +68,9 @@ def _rows_of(case: Case, weight: Weight) -> float:
 def _products(case: Case, weights: Sequence[Weight], phase: str, *, unread: bool) -> Iterator:
     """A frozen weight meets its rows in each pass, kv_b_proj's key half twice in the backward one,
     and is dequantised for it where it is FP8: an element read, one of the activations' written;
-    those of experts for every chunk of rows. unread: the outputs of the experts are, and are not
-    made. The indexer's products are counted with its scores (model_cost.flops)."""
+    those of experts for every chunk of rows. FP8 products of the experts round their rows instead
+    and move their outputs once more, or round the weights again. unread: the outputs of the experts
+    are, and are not made. The indexer's products are counted with its scores (model_cost.flops)."""
     for weight in weights:
         part = _part(weight)
         if len(weight.shape) < 2 or (part == "indexer" and phase != "forward"):
@@ -77,16 +78,30 @@ def _products(case: Case, weights: Sequence[Weight], phase: str, *, unread: bool
         if unread and weight.routed and "down_proj" in weight.name:
             continue
         held = weight.numel // (case.ep if weight.routed else 1)
+        fp8 = weight.routed and phase != "backward" and case.run.ops.fp8_products
         kind = "float32" if weight.wide else "experts" if weight.routed else "projections"
+        kind = "experts fp8" if fp8 else kind
         used = float(held)
         if "kv_b_proj" in weight.name:
             kind = "products by head"
             used += absorbing(case.model) if phase == "backward" else 0
         if part != "indexer":
             yield (part, kind), 2 * used * _rows_of(case, weight)
-        if weight.scaled and case.form.block is not None:
+        if fp8:
+            yield from _fp8_operands(case, weight, held)
+        elif weight.scaled and case.form.block is not None:
             times = case.chunks if weight.routed else 1
             yield (part, "dequantise"), held * (1 + case.item) * times
+
+
+def _fp8_operands(case: Case, weight: Weight, held: int) -> Iterator:
+    """Bytes that a forward product of the experts moves beside its own (ops/expert_products)."""
+    *_, out, inner = weight.shape
+    yield ("experts", "elementwise"), case.busiest_slots * inner * (case.item + 1)
+    if case.run.ops.expert_products == "scaled_grouped_mm":
+        yield ("experts", "dequantise"), held * 2 * case.chunks
+    else:
+        yield ("experts", "permute"), case.busiest_slots * out * 2 * case.item
 
 
 def _adapters(

@@ -5,9 +5,11 @@ import json
 import pytest
 
 from fullspan.errors import ConfigError
+from fullspan.planning.activations import Layer
 from fullspan.planning.fit import Plan
 from fullspan.planning.hardware import KINDS, Links, gpu
 from fullspan.planning.model_cost import layer_weights
+from fullspan.planning.report import plan_text
 from fullspan.planning.times import Times, link_seconds
 from fullspan.planning.wire import EXCHANGE, GATHER, REDUCE, SCATTER, Traffic, Transfer
 from fullspan.planning.work import work
@@ -197,6 +199,55 @@ def test_fp8_scores_have_rates_of_their_own():
         for name in ("bf16", "fp8")
     )
     assert plain.value < fp8.value and "hopper_fp8" in fp8.source
+
+
+@pytest.mark.parametrize("products", ["deep_gemm", "scaled_grouped_mm"])
+def test_fp8_products_of_the_experts_are_rated_forward(products):
+    """The same FLOPs at an assumed rate, no expert dequantised; the backward pass as it was. Bytes:
+    rows rounded, and outputs moved or weights rounded again."""
+    name = "glm52_131k_8xh200"
+    plain, case = (glm_case(name, "--ops.expert_products", p) for p in ("bf16", products))
+    counted = Plan.of(case, gpu("h200")).times().flops
+    before, after = (
+        {phase: work(c, counted, phase, scored=0.125) for phase in PASSES} for c in (plain, case)
+    )
+    assert before["backward"] == after["backward"]
+    rate = case.gpu("h200").rates["experts fp8"]
+    assert "assumed" in rate.source and rate.value > case.gpu("h200").rates["experts"].value
+    for phase in ("forward", "recompute"):
+        old, new = dict(before[phase]), dict(after[phase])
+        assert new.pop(("experts", "experts fp8")) == old.pop(("experts", "experts"))
+        layers, slots, width = 75, case.busiest_slots, 6144 + (2048 if phase == "forward" else 0)
+        out = 2 * 2048 + (6144 if phase == "forward" else 0)
+        held, chunks = 32 * 6144 * 2048 * (3 if phase == "forward" else 2), case.chunks
+        grown = {("experts", "elementwise"): slots * width * 3}
+        if products == "deep_gemm":
+            grown["experts", "permute"] = slots * out * 4
+            grown["experts", "dequantise"] = -3 * held * chunks
+        else:
+            grown["experts", "dequantise"] = -held * chunks
+        for place, amount in old.items():
+            wanted = amount + layers * grown.get(place, 0)
+            assert new.pop(place, 0) == pytest.approx(wanted, abs=1), place
+        assert not new
+
+
+def test_a_plan_says_that_fp8_products_are_assumed():
+    case = glm_case("glm52_131k_8xh200", "--ops.expert_products", "deep_gemm")
+    rows = case.busiest_chunk_slots + 127 * 32
+    for down, read, made in ((False, 6144, 4096), (True, 2048, 6144)):
+        taken = rows * (read + read // 32 + 2 * made)
+        assert Layer.all(case)[-1].operands(down=down) == taken
+        assert taken < 1.3 * case.run.ops.expert_bytes / 4 + 6e7
+    text = plan_text(Plan.of(case, case.gpu("h200")))
+    assert "experts  forward products in FP8 (deep_gemm), not measured: an assumed rate" in text
+    plain = glm_case()
+    assert "experts fp8" not in plan_text(Plan.of(plain, plain.gpu("h200")))
+
+
+def test_fp8_products_of_weights_that_are_not_fp8_are_no_plan(glm):
+    with pytest.raises(ConfigError, match=r"^ops.expert_products is 'deep_gemm'.* not FP8: set"):
+        tiny_case(glm, ops={"expert_products": "deep_gemm"})
 
 
 def test_a_model_of_other_widths_has_the_measured_rates(glm):

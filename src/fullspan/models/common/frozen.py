@@ -31,12 +31,14 @@ class BlockLayout:
     parts   equal parts of the rows in each of which blocks begin anew (gate above up has two)
     workspace_bytes   bound on the dequantised experts that exist at once; one always may
     backend   of ops/fp8
+    products   what multiplies the routed experts' forward (ops.expert_products)
     """
 
     block: tuple[int, int]
     parts: int = 1
     workspace_bytes: int = 1 << 32
     backend: str = "auto"
+    products: str = "bf16"
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scale of a weight [..., rows, cols]."""

@@ -4,7 +4,8 @@ Nothing here is trained, so nothing here draws an initial value (a checkpoint fi
 a backward pass computes the gradient of the input only. Adapters wrap these modules from outside
 (lora/layers.py) and share `grouped_linear`, which also gives the gradient of the weights where they
 ask for one. No bias: no supported family has one. Weights may be FP8 with block scales (frozen.py);
-experts of those are dequantised a bounded number at a time. Expert parallelism is not here.
+experts of those are dequantised a bounded number at a time, or multiplied as they are
+(ops/expert_products), forward only. Expert parallelism is not here.
 """
 
 from typing import Any
@@ -20,6 +21,7 @@ from fullspan.models.common.frozen import (
     FrozenWeight,
     frozen_linear,
 )
+from fullspan.ops.expert_products.op import WEIGHT_BYTES, expert_product, in_fp8
 from fullspan.ops.fp8.op import E4M3
 from fullspan.shapes import Float, Float32, Int64, Tensor
 
@@ -168,7 +170,7 @@ def _grouped_mm(
     x: Tensor, weight: FrozenWeight, counts: Tensor, *, adjoint: bool = False
 ) -> Tensor:
     """[slots, in], [experts, out, in] -> [slots, out]; adjoint: [slots, out] -> [slots, in]."""
-    if _fused(x, weight.values):
+    if _fused(x, weight.values) or _products(weight, adjoint):
         return _fused_mm(x, weight, counts, adjoint)
     out = x.new_empty(x.shape[0], weight.values.shape[2 if adjoint else 1])
     space = None if weight.scale is None else x.new_empty(weight.values.shape[1:])
@@ -183,26 +185,40 @@ def _fused_mm(x: Tensor, weight: FrozenWeight, counts: Tensor, adjoint: bool) ->
     one such group needs the counts on the host.
     """
     experts, out_width, in_width = weight.values.shape
-    group = experts
-    if weight.layout is not None:
-        held = weight.layout.workspace_bytes // (out_width * in_width * x.dtype.itemsize)
+    products, group = _products(weight, adjoint), experts
+    item = WEIGHT_BYTES[products] if products else x.dtype.itemsize
+    if weight.layout is not None and item:
+        held = weight.layout.workspace_bytes // (out_width * in_width * item)
         group = max(1, min(experts, held))
     if group == experts:
-        return _one_kernel(x, weight.dense(x.dtype), counts, adjoint)
+        return _one_kernel(x, weight, counts, adjoint)
     out = x.new_empty(x.shape[0], in_width if adjoint else out_width)
-    space = x.new_empty(group, out_width, in_width)
+    space = None if products else x.new_empty(group, out_width, in_width)
     sizes, start = counts.tolist(), 0  # asked for once
     for first in range(0, experts, group):
         chosen = slice(first, first + group)
         end = start + sum(sizes[chosen])
         if start < end:
-            dense = weight.experts(chosen).dense(x.dtype, space[: len(sizes[chosen])])
-            out[start:end] = _one_kernel(x[start:end], dense, counts[chosen], adjoint)
+            room = None if space is None else space[: len(sizes[chosen])]
+            part = weight.experts(chosen)
+            out[start:end] = _one_kernel(x[start:end], part, counts[chosen], adjoint, room)
         start = end
     return out
 
 
-def _one_kernel(x: Tensor, dense: Tensor, counts: Tensor, adjoint: bool) -> Tensor:
+def _products(weight: FrozenWeight, adjoint: bool) -> str | None:
+    """What multiplies FP8 values as they are, None where they are dequantised."""
+    products = None if adjoint or weight.layout is None else weight.layout.products
+    return products if products and in_fp8(products) else None
+
+
+def _one_kernel(
+    x: Tensor, weight: FrozenWeight, counts: Tensor, adjoint: bool, space: Tensor | None = None
+) -> Tensor:
+    products = _products(weight, adjoint)
+    if products and weight.scale is not None:
+        return expert_product(x, weight.values, weight.scale, counts, backend=products)
+    dense = weight.dense(x.dtype, space)
     offsets = counts.cumsum(0).to(torch.int32)
     matrices = dense if adjoint else dense.transpose(1, 2)
     return F.grouped_mm(x.contiguous(), matrices, offs=offsets)

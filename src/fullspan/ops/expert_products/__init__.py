@@ -1,0 +1,1 @@
+"""Products of the routed experts in FP8."""
