@@ -25,7 +25,7 @@ class BackendError(FullspanError, ValueError):
 
 
 class DataError(FullspanError, ValueError):
-    """A training file that cannot be read; the message names file, line and field."""
+    """Data that cannot be trained on. Of a training file the message names file, line and field."""
 
 
 class LaunchError(FullspanError, RuntimeError):

@@ -4,6 +4,7 @@ The pack's pairs cross the borders of ranks, and its last pair has no trained to
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fullspan.data.packing import IGNORE, Pack
-from fullspan.errors import ConfigError, LayoutError
+from fullspan.errors import ConfigError, DataError, LayoutError
 from fullspan.lora.inject import trainable_parameters
 from fullspan.train.losses import (
     DPO,
@@ -222,6 +223,19 @@ def test_weights_of_one_are_the_plain_loss(session, packs):
     result = session.forward_backward([pack])
     session.zero_grad()
     assert got["loss"] == result.loss
+
+
+def test_weights_that_are_all_zero_are_refused(session, packs):
+    """Where one pack of the step has others, it adds nothing."""
+    weighted = packs["weighted"]
+    zeros = replace(weighted, weights=torch.zeros(ROWS))
+    trained = weighted.trained_tokens
+    words = r"step 1: no trained token that WeightedTokens counts in its 2 pack\(s\), of"
+    with pytest.raises(DataError, match=f"{words} {2 * trained} trained tokens"):
+        session.forward_backward([zeros, zeros], WeightedTokens())
+    alone = step(session, weighted, WeightedTokens())["loss"]
+    assert session.forward_backward([zeros, weighted], WeightedTokens()).loss == alone
+    session.zero_grad()
 
 
 def test_what_a_loss_cannot_use_is_refused(session, packs):

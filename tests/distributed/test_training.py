@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullspan.errors import LayoutError, TrainingError
+from fullspan.data.packing import untrained
+from fullspan.errors import DataError, LayoutError, TrainingError
 from fullspan.lora.inject import trainable_parameters
 from fullspan.train.loop import train_on
 from fullspan.train.schedule import OptimConfig
@@ -105,6 +106,21 @@ def _not_finite(rank: int, size: int, folder: Path) -> str:
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(tiny_checkpoints):
     messages = run_ranks(2, _not_finite, tiny_checkpoints["glm_moe_dsa"])
     assert messages[0] == messages[1] and "step 1: the loss is nan" in messages[0]
+
+
+def _nothing_trained(rank: int, size: int, folder: Path) -> str:
+    """Refused alike on every rank, which can go on together."""
+    session = _session(folder)
+    packs = _packs(session)
+    with pytest.raises(DataError) as caught:
+        session.forward_backward([untrained(pack) for pack in packs])
+    session.forward_backward(packs)
+    return str(caught.value)
+
+
+def test_a_step_without_a_trained_token_is_refused_on_every_rank(tiny_checkpoints):
+    messages = run_ranks(2, _nothing_trained, tiny_checkpoints["glm_moe_dsa"])
+    assert messages[0] == messages[1] and "step 1: no trained token" in messages[0]
 
 
 def _uneven(rank: int, size: int, folder: Path) -> None:

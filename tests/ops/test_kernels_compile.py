@@ -48,7 +48,7 @@ def test_the_hopper_kernels_compile_without_serialised_products():
 @needs_tested_triton
 def test_the_plain_kernels_fit_every_device_class():
     rows = compile_report("plain")
-    assert {row["kernel"] for row in rows} >= {"forward sm_80", "dquery sm_100"}
+    assert {row["kernel"] for row in rows} >= {"forward sm_80", "dquery sm_100", "union sm_90"}
     for row in rows:
         assert row["shared"] <= row["limit"], row
 

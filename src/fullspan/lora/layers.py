@@ -8,13 +8,14 @@ fresh output in place. No dropout, no bias, no variants such as DoRA.
 """
 
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fullspan.models.common.frozen import FrozenProjection
+from fullspan.models.common.frozen import BlockLayout, FrozenProjection, FrozenWeight
 from fullspan.models.common.linear import GroupedLinear, Linear, grouped_linear
 from fullspan.models.dsa.absorbed import UpProjection, UpWeights
 from fullspan.models.dsa.attention import KVUpProjection
@@ -59,8 +60,44 @@ class LoRALinear(LoRAModule[Linear]):
     """Around `Linear`: lora_a [rank, in], lora_b [out, rank]."""
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
-        return self.base(x).add_(F.linear(low, self.lora_b.to(x.dtype)))
+        rows = x.reshape(-1, x.shape[-1])
+        out = _LoRALinear.apply(rows, self.lora_a, self.lora_b, self.scale, *self.base.frozen)
+        return out.unflatten(0, x.shape[:-1])
+
+
+class _LoRALinear(torch.autograd.Function):
+    """Both products as one function: the adapter's adds to what the base's wrote, forward and to
+    the gradient of x, where autograd would make whole tensors and add them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float,
+        values: Tensor, block_scale: Tensor | None, layout: BlockLayout | None,
+    ) -> Tensor:  # fmt: skip
+        wide, a, b = a.dtype, a.to(x.dtype), b.to(x.dtype)
+        low = F.linear(x, a).mul_(scale)
+        out = F.linear(x, FrozenWeight(values, block_scale, layout).dense(x.dtype))
+        # a is for the gradient of x alone.
+        ctx.save_for_backward(
+            x, a if ctx.needs_input_grad[0] else None, b, low, values, block_scale
+        )
+        ctx.layout, ctx.scale, ctx.wide = layout, scale, wide
+        return torch.addmm(out, low, b.t(), out=out)
+
+    @staticmethod
+    @once_differentiable  # which hides the parameters' names from pyright
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor, None, None, None, None]:
+        (grad,) = grads
+        x, a, b, low, values, block_scale = ctx.saved_tensors
+        low_grad = torch.mm(grad, b).mul_(ctx.scale)
+        of_a, of_b = (torch.mm(g.t(), y).to(ctx.wide) for g, y in ((low_grad, x), (grad, low)))
+        of_x = None
+        if a is not None:
+            of_x = torch.mm(grad, FrozenWeight(values, block_scale, ctx.layout).dense(x.dtype))
+            torch.addmm(of_x, low_grad, a, out=of_x)
+        return of_x, of_a, of_b, None, None, None, None
 
 
 class LoRAGroupedLinear(LoRAModule[GroupedLinear]):

@@ -11,9 +11,12 @@ from typing import Any
 
 from fullspan.errors import ConfigError
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.planning.hardware import Gpu, Links, Shape, gpu
+from fullspan.planning.hardware import BACKENDS, Gpu, Links, Shape, gpu
 from fullspan.planning.model_cost import Adapter, WeightFormat, Work, adapters
 from fullspan.train.config import RunConfig
+
+# Backends of ops.sparse_attention that bring one pass (ops/backend.py).
+_OPTIONAL_PASS = {"flash_mla": ("attention forward",), "cudnn": ("attention backward",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +179,21 @@ class Case:
             "attention backward": ops.attention_bytes,
             "indexer": ops.workspace_bytes,
         }
-        fp8 = ops.index_scores == "fp8"
-        backends = {"indexer": ("hopper_fp8",)} if fp8 else {}
+        backends = {kind: (name, *BACKENDS) for kind, name in self.named_backends.items()}
+        if ops.index_scores == "fp8":
+            names = backends.get("indexer", BACKENDS)
+            backends["indexer"] = tuple(f"{name}_fp8" for name in names)
         shape = Shape(keys=self.pack, workspaces=workspaces, widths=widths, backends=backends)
         return gpu(name, shape, folder)
+
+    @property
+    def named_backends(self) -> dict[str, str]:
+        """{kind of work: its backend} where [ops] names one for attention or the indexer."""
+        ops = self.run.ops
+        both = ("attention forward", "attention backward")
+        kinds = _OPTIONAL_PASS.get(ops.sparse_attention, both)
+        named = {**dict.fromkeys(kinds, ops.sparse_attention), "indexer": ops.index_topk}
+        return {kind: name for kind, name in named.items() if name != "auto"}
 
     def remakes_outputs(self, layer: int) -> bool:
         """Whether recompute makes the outputs of a layer's experts: where their second projection

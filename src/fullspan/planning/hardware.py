@@ -36,10 +36,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rate:
-    """FLOPs or bytes per second, and where the figure comes from."""
+    """FLOPs or bytes per second, where the figure comes from, and of whose kernels it is: "" where
+    there is one of a kind."""
 
     value: float
     source: str
+    backend: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ KINDS = (
 )  # fmt: skip
 BY_BYTES = ("elementwise", "permute", "dequantise")
 BY_HOST = ("waits",)
-_BACKENDS = ("hopper", "triton")
+BACKENDS = ("hopper", "triton")
 # GPU: (GiB as PyTorch reports them, nominal bf16 FLOPs a second, nominal bytes a second).
 _NOMINAL = {
     "h200": (139.8, 989e12, 4.8e12),
@@ -130,7 +132,7 @@ def gpu(name: str, shape: Shape | None = None, folder: Path | None = None) -> Gp
             factor = bandwidth / base_bandwidth if kind in BY_BYTES else peak / base_peak
             if name != "h200" and kind not in BY_HOST:
                 note = f"; times {factor:.2f}, the ratio of nominal peaks"
-                rate = Rate(rate.value * factor, rate.source + note)
+                rate = replace(rate, value=rate.value * factor, source=rate.source + note)
         rates[kind] = rate
     return Gpu(name=name, memory=int(gib * GIB), peak=peak, rates=rates)
 
@@ -143,7 +145,7 @@ def _rate(kind: str, rows: Sequence[Row], shape: Shape, name: str) -> Rate | Non
     widths = shape.widths.get(kind, {})
     found = [row for row in found if all(row.get(n, size) == size for n, size in widths.items())]
     found = [row for row in found if _value(row)]
-    backends = shape.backends.get(kind, _BACKENDS)
+    backends = shape.backends.get(kind, BACKENDS)
     for field_name, order in (("backend", backends), ("ids", ("random",))):
         best = next((b for b in order if any(row.get(field_name) == b for row in found)), None)
         if best is not None:
@@ -164,7 +166,7 @@ def _rate(kind: str, rows: Sequence[Row], shape: Shape, name: str) -> Rate | Non
     else:
         keys = f", {first['keys']:,} keys" if "keys" in first else ""
         source = f"{len(alike)} of the {name}: {first.get('backend', 'measured')}{keys}"
-    return Rate(median(map(_value, alike)), source)
+    return Rate(median(map(_value, alike)), source, first.get("backend", ""))
 
 
 def _value(row: Row) -> float:

@@ -37,7 +37,7 @@ def plan_text(plan: Plan) -> str:
     return "\n\n".join(
         "\n".join(lines)
         for lines in (
-            _heading(plan.case),
+            [*_heading(plan.case), *_stand_ins(plan)],
             _memory(plan),
             _flops(times),
             _wire(traffic),
@@ -191,6 +191,18 @@ def _heading(case: Case) -> list[str]:
         f"get {assumed.imbalance:g} times the mean",
         *([products] if case.run.ops.fp8_products else []),
     ]
+
+
+def _stand_ins(plan: Plan) -> Iterator[str]:
+    """Where a backend that is named has the figures of another. The indexer's memory is
+    ops.workspace_bytes with every backend."""
+    for kind, name in plan.case.named_backends.items():
+        rated = plan.gpu.rates[kind].backend.removesuffix("_fp8")
+        said = [] if rated == name else [f"rated as {rated or 'another backend'}'s"]
+        if kind != "indexer" and name != "hopper":
+            said.append("sized as hopper's")
+        if said:
+            yield f"assumed  {name}'s {kind} is {' and '.join(said)}"
 
 
 def _memory(plan: Plan) -> list[str]:

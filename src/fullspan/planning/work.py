@@ -107,10 +107,11 @@ def _fp8_operands(case: Case, weight: Weight, held: int) -> Iterator:
 def _adapters(
     case: Case, weights: Sequence[Weight], adapted: frozenset[str], *, back: bool
 ) -> Iterator:
-    """Thin products, bound by memory. Forward: the input is read, the change is written, and joined
-    with the base's output. Backward: the gradient is read twice, the input once, its gradient
-    written and joined with the base's. kv_b_proj acts on the query and on the output, head by head,
-    in the backward pass once more on the query (models/dsa/absorbed.py)."""
+    """Thin products, bound by memory. Forward: the input is read, and the base's output is read and
+    written. Backward: the gradient is read twice, the input once, and its gradient by the base read
+    and written. Experts' changes are written apart first, then added. kv_b_proj acts on the query
+    and on the output, head by head, in the backward pass once more on the query
+    (models/dsa/absorbed.py)."""
     model, item = case.model, case.item
     heads, latent = model.num_attention_heads, model.kv_lora_rank
     for weight in weights:
@@ -123,9 +124,10 @@ def _adapters(
             sides += [(heads * latent, heads * model.v_head_dim)]
         here = case.busiest_slots if weight.routed else case.rows
         for inner, out in sides:
-            moved = 2 * out + 5 * inner if back else inner + 4 * out
+            apart = 2 * weight.routed
+            moved = 2 * out + (3 + apart) * inner if back else inner + (2 + apart) * out
             if back and out == heads * latent:
-                moved += inner + 4 * out
+                moved += inner + 2 * out
             yield (_part(weight), "elementwise"), here * moved * item
 
 

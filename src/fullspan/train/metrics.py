@@ -147,14 +147,13 @@ def format_duration(seconds: float) -> str:
 
 def format_step(record: Record, total_steps: int, eta_seconds: float) -> str:
     """The console line of a train record."""
-    trained = "" if record["trained_tokens"] else "  (no trained token in this step)"
     return (
         f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"
         f"  loss {record['loss']:.4f}  lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}"
         f"  {record['tokens_per_second']:,.0f} tok/s"
         f" ({record['tokens_per_second_per_rank']:,.0f} per rank)"
         f"  peak {record['peak_memory_bytes'] / 2**30:.2f} GiB ({record['peak_memory_counts']})"
-        f"  ETA {format_duration(eta_seconds)}{trained}"
+        f"  ETA {format_duration(eta_seconds)}"
     )
 
 

@@ -29,11 +29,8 @@ def plot_losses(records: Sequence[Record], path: Path, title: str) -> None:
 
 
 def loss_figure(records: Sequence[Record], title: str) -> Figure:
-    """The train loss of each step (thin), its running mean, and the evaluations (marked).
-
-    Steps without a trained token have no loss and are left out.
-    """
-    train = [r for r in records if r["kind"] == "train" and r["trained_tokens"]]
+    """The train loss of each step (thin), its running mean, and the evaluations (marked)."""
+    train = [r for r in records if r["kind"] == "train"]
     evaluations = [r for r in records if r["kind"] == "eval"]
     figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
     axes = figure.add_subplot()

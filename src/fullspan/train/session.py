@@ -76,7 +76,8 @@ class Loss(ABC):
 
     @abstractmethod
     def count(self, pack: Pack) -> float:
-        """What `pack` adds to the divisor, not negative. The same on every rank, as the pack is."""
+        """What `pack` adds to the divisor, not negative. The same on every rank, as the pack is.
+        The sum over the packs of a step must be above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +211,9 @@ class Session:
         The gradients stay those of this rank's rows until `gradients` or `optim_step`.
 
         Raises:
+            DataError: there is no pack, or nothing that the loss is divided by in any of them: a
+                zero in its place would let the optimizer move on by its momentum alone. A rank, a
+                replica or a pack may have nothing. Every rank raises, before any exchange.
             TrainingError: the loss is not finite. No gradient is left.
             ConfigError: `loss_fn` gave something that does not depend on the model.
         """
@@ -218,10 +222,7 @@ class Session:
                 "the gradients are summed over the ranks already: call optim_step or zero_grad "
                 "before the next forward_backward"
             )
-        count = sum(
-            loss_fn.count(pack) if isinstance(loss_fn, Loss) else pack.trained_tokens
-            for pack in packs
-        )
+        count = self._divisor(packs, loss_fn)
         self.mesh.watch.begin(f"step {self.finished_steps + 1}")
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for pack in self._share(packs):
@@ -233,7 +234,7 @@ class Session:
                     raise ConfigError(
                         "loss_fn must return a value computed from its first argument"
                     )
-            (losses.sum() / (count or 1)).backward()
+            (losses.sum() / count).backward()
             total += losses.detach().sum(dtype=torch.float64)
         return self._result(total, packs, count)
 
@@ -339,6 +340,24 @@ class Session:
         places = [Replicate(), Shard(0)]
         return DTensor.from_local(tensor, self.mesh.experts, places, run_check=False)
 
+    def _divisor(self, packs: Sequence[Pack], loss_fn: LossFunction | None) -> float:
+        """What the loss of a step is divided by, of all packs and so of all ranks. DataError: 0."""
+        step = f"step {self.finished_steps + 1}"
+        if not packs:
+            raise DataError(f"{step}: forward_backward got no packs; a step needs at least one")
+        trained = sum(pack.trained_tokens for pack in packs)
+        count, what = trained, "trained token"
+        if isinstance(loss_fn, Loss):
+            count = sum(loss_fn.count(pack) for pack in packs)
+            what = f"trained token that {type(loss_fn).__name__} counts"
+        if not count:
+            raise DataError(
+                f"{step}: no {what} in its {len(packs)} pack(s), of {trained} trained tokens in "
+                "all, so the loss has nothing to be divided by: leave the step out, or give its "
+                "packs together with others"
+            )
+        return count
+
     def _share(self, packs: Sequence[Pack]) -> Sequence[Pack]:
         """This replica's packs: as many as any other's, the last may be an untrained filler."""
         dp = self.mesh.dp
@@ -360,7 +379,7 @@ class Session:
 
     def _result(self, total: Tensor, packs: Sequence[Pack], count: float) -> StepResult:
         all_reduce_sum([total], self.mesh.world.group, "the loss")
-        loss = float(total) / (count or 1)
+        loss = float(total) / count
         if not math.isfinite(loss):
             self.zero_grad()
             raise TrainingError(self._not_finite("loss", loss))

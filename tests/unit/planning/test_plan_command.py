@@ -77,6 +77,58 @@ def test_settings_of_the_command_line_count(capsys):
     assert "documents of 4,096 rows; 50% of rows trained" in text
 
 
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        ({}, []),
+        ({"sparse_attention": "hopper", "index_topk": "hopper"}, []),
+        ({"index_topk": "hopper", "index_scores": "fp8"}, []),
+        (
+            {"sparse_attention": "flash_mla"},
+            ["flash_mla's attention forward is rated as hopper's and sized as hopper's"],
+        ),
+        (
+            {"sparse_attention": "cudnn", "index_topk": "cudnn"},
+            [
+                "cudnn's attention backward is rated as hopper's and sized as hopper's",
+                "cudnn's indexer is rated as hopper's",
+            ],
+        ),
+        (
+            {"index_topk": "cudnn", "index_scores": "fp8"},
+            ["cudnn's indexer is rated as hopper's"],
+        ),
+        (
+            {"sparse_attention": "triton"},
+            [
+                f"triton's attention {part} is rated as hopper's and sized as hopper's"
+                for part in ("forward", "backward")
+            ],
+        ),
+    ],
+)
+def test_a_named_backend_with_the_figures_of_another_is_named(settings, lines, capsys):
+    words = [f"--ops.{name}={value}" for name, value in settings.items()]
+    assert main(["plan", CONFIG, *MODEL, *words]) == 0
+    said = re.findall(r"(?m)^assumed  (.*'s .* is .*)$", capsys.readouterr().out)
+    assert said == lines
+
+
+def test_rows_of_a_named_backend_come_first(tmp_path, capsys):
+    """What the benchmarks wrote of it; only its memory is another's."""
+    (tmp_path / "rows.jsonl").write_text(
+        '{"op": "backward", "backend": "hopper", "rate": 1e14, "gpu": "NVIDIA H200"}\n'
+        '{"op": "backward", "backend": "cudnn", "rate": 2e14, "gpu": "NVIDIA H200"}\n'
+        '{"op": "index_topk", "backend": "cudnn_fp8", "rate": 3e14, "gpu": "NVIDIA H200"}\n'
+    )
+    words = ["--ops.sparse_attention", "cudnn", "--ops.index_topk=cudnn", "--ops.index_scores=fp8"]
+    assert main(["plan", CONFIG, *MODEL, *words, "--rates", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "attention backward  200 TFLOP/s" in text and "indexer             300 TFLOP/s" in text
+    said = re.findall(r"(?m)^assumed  (.*'s .* is .*)$", text)
+    assert said == ["cudnn's attention backward is sized as hopper's"]
+
+
 def test_what_does_not_fit_exits_with_1(capsys):
     assert main(["plan", CONFIG, *MODEL, "--pack-length", "524288"]) == 1
     text = capsys.readouterr().out

@@ -129,11 +129,11 @@ def test_bytes_of_rows_are_those_of_the_operators():
     # In and arrived, not back.
     again = work(case, counted, "recompute", scored=0.125)
     assert again["experts", "permute"] == 75 * (2 * slots + 2 * slots) * 6144 * 2
-    adapter = 78 * rows * (6144 + 4 * 2048) * 2
+    adapter = 78 * rows * (6144 + 2 * 2048) * 2  # input read; output read and written
     plain = glm_case("glm52_131k_8xh200", "--lora.targets", '["o_proj"]')
     plain = assuming(plain, imbalance=1.0)
     other = work(plain, counted, "forward", scored=0.125)
-    changed = 78 * rows * (64 * 256 + 4 * 6144) * 2
+    changed = 78 * rows * (64 * 256 + 2 * 6144) * 2
     moved = found["attention", "elementwise"] - other["attention", "elementwise"]
     assert moved == adapter - changed
 

@@ -170,14 +170,31 @@ def test_evaluation_changes_nothing_and_is_the_same_loss(session):
     assert result.loss == pytest.approx(session.forward_backward(packs).loss, rel=LOSS)
 
 
-def test_packs_without_a_trained_token(session):
-    untrained = [packed(documents(session, [70], trained=lambda place: False), 72)]
-    result, gradients = gradients_of(session, untrained)
-    assert (result.loss, result.trained_tokens, result.tokens) == (0.0, 0, 70)
-    assert len(gradients) == len(session.adapters)
-    assert not any(gradient.any() for gradient in gradients.values())
+def test_a_step_without_a_trained_token_is_refused(session):
+    """As a loss of 0 the optimizer would go on by its momentum, and nobody would know."""
+    nothing = packed(documents(session, [70], trained=lambda place: False), 72)
+    session.forward_backward([packed(documents(session), 192)])
+    session.optim_step()
+    with pytest.raises(DataError, match="step 2: forward_backward got no packs"):
+        session.forward_backward([])
+    for loss_fn in (None, lambda nll, _: nll):
+        with pytest.raises(DataError, match=r"^step 2: no trained token in its 2 pack\(s\), of 0 "):
+            session.forward_backward([nothing, nothing], loss_fn)
+    assert all(parameter.grad is None for parameter in session.adapters.values())
     with pytest.raises(DataError, match="no trained token"):
-        session.evaluate(untrained)
+        session.evaluate([nothing])
+    session.forward_backward([packed(documents(session), 192)])
+
+
+def test_a_pack_without_a_trained_token_adds_nothing_to_a_step(session):
+    pack = packed(documents(session), 192)
+    nothing = packed(documents(session, [70], trained=lambda place: False), 72)
+    alone, gradients = gradients_of(session, [pack])
+    for packs in ([pack, nothing], [nothing, pack]):
+        result, with_both = gradients_of(session, packs)
+        assert (result.loss, result.trained_tokens) == (alone.loss, alone.trained_tokens)
+        assert result.tokens == alone.tokens + 70
+        assert all(torch.equal(with_both[name], gradients[name]) for name in gradients)
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(session):

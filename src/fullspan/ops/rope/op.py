@@ -12,6 +12,7 @@ import torch
 
 from fullspan.errors import ConfigError
 from fullspan.ops.backend import choose, on_first_call
+from fullspan.ops.registration import operator
 from fullspan.ops.rope import reference
 from fullspan.ops.rope.yarn import Yarn, yarn_mscale
 from fullspan.shapes import Float, Float32, Int64, Tensor
@@ -110,19 +111,13 @@ def rope_into(
     _rope_into(out, x, cos, sin, interleaved, inverse, backend)
 
 
-@torch.library.custom_op(
-    "fullspan::rope_into",
-    mutates_args=("out",),
-    schema="(Tensor(a!) out, Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse, "
+@operator(
+    "rope_into(Tensor(a!) out, Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse, "
     "str backend) -> ()",
+    fake=lambda *given: None,
 )
 def _rope_into(out, x, cos, sin, interleaved, inverse, backend):
     _ROTATE[backend](x, cos, sin, interleaved, inverse, out)
-
-
-@_rope_into.register_fake
-def _(out, x, cos, sin, interleaved, inverse, backend):
-    return None
 
 
 @torch.library.custom_op(

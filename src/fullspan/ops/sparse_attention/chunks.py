@@ -16,10 +16,10 @@ from fullspan.errors import ConfigError
 from fullspan.ops.sizes import power_of_2
 
 GROUP = 16  # neighbouring rows whose common keys are summed together; a bit of a plan word each
-BLOCK = 128  # shared keys of one block
+BLOCK = 128  # shared keys of one block, where a backend does not say otherwise
 MOST_ROWS = 16384  # of a chunk: a plan word counts 15 bits of partial rows a key
 SPAN_ROWS = 512  # of a span at least: enough for the products of its rows
-PLAN_ROWS = 132 * GROUP  # of a block at least: a group for each multiprocessor of an H200
+PLAN_ROWS = 264 * GROUP  # of a block at least: two groups for each multiprocessor of an H200
 KEPT_SHARE = 4  # plans are kept for the next layer where all of a selection's take 1 / this at most
 SLACK = 1.05  # how much slower than the best a chunk may be that needs less memory
 TAIL = 0.2  # of a round over the multiprocessors, lost at the end of every chunk
@@ -39,7 +39,8 @@ class Rows(NamedTuple):
 class Sizes:
     """What decides the memory of a backward. heads: padded. units: multiprocessors; tiles: programs
     a row. beside: bytes of a row that the caller holds while its span runs. fused: P and dS of
-    groups that share keys lie among their partial rows, those of others nowhere.
+    groups that share keys lie among their partial rows, those of others nowhere. block: shared keys
+    of a block.
     """
 
     topk: int
@@ -51,11 +52,12 @@ class Sizes:
     tiles: int = 1
     beside: int = 0
     fused: bool = False
+    block: int = BLOCK
 
     @property
     def width(self) -> int:
         """Shared keys that a group can have: each has GROUP / 2 of its GROUP * topk pairs."""
-        return max(2 * power_of_2(self.topk), BLOCK)
+        return max(2 * power_of_2(self.topk), self.block)
 
     @property
     def blocks(self) -> int:
@@ -63,7 +65,7 @@ class Sizes:
         each is shared by so few rows that little is won, and every block costs a program, used or
         not.
         """
-        return max(1, self.width * 3 // (4 * BLOCK))
+        return max(1, self.width * 3 // (4 * self.block))
 
     @property
     def row_bytes(self) -> int:
@@ -78,7 +80,7 @@ class Sizes:
     @property
     def plan_bytes(self) -> int:
         """Of a row of a plan, the bounds of its chunks aside (plan.Plan)."""
-        shared = self.blocks * BLOCK
+        shared = self.blocks * self.block
         return 8 * self.topk + 4 * shared + (68 * self.blocks + 8) // GROUP + 8
 
     @property

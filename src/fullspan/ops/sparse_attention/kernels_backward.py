@@ -114,88 +114,78 @@ def dquery_kernel(
 @triton.jit
 @no_type_check
 def _partial(
-    acc, acr, QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, i, tile, slots, ok, c0, r0,
-    HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr, HB: tl.constexpr,
-    BN: tl.constexpr, BR: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    acc, acr, QUERY, GRAD, PROB, DSCORE, i, tile, slots, ok, c0, r0, HEADS: tl.constexpr,
+    DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr,
+    BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc, acr += dS^T q + P^T grad over one tile of heads of row i, for `slots` of PROB and
     DSCORE.
 
-    Columns c0 .. c0 + BN of the values, r0 .. r0 + BR of the rope. TMA: QUERY, QUERY_ROPE and GRAD
-    are tensor descriptors.
+    Columns c0 .. c0 + BN of the values, r0 .. r0 + BR of the rope.
     """
     D: tl.constexpr = DV + DR
     h = tile * HB + tl.arange(0, HB)
-    at = slots.to(tl.int64)[:, None] * HP + h[None, :]
-    s = tl.load(DSCORE + at, mask=ok[:, None], other=0.0)
-    p = tl.load(PROB + at, mask=ok[:, None], other=0.0)
-    if TMA:
-        row = i * HP + tile * HB
-        q = QUERY.load([row, c0])
-        grad = GRAD.load([row, c0])
-        acc = tl.dot(s, q, acc)
-        if DR > 0:
-            acr = tl.dot(s, QUERY_ROPE.load([row, r0]), acr)
-        acc = tl.dot(p, grad, acc)
-    else:
-        hm = (h < HEADS) | (HEADS % HB == 0)
-        cc = c0 + tl.arange(0, BN)
-        cm = hm[:, None] & ((cc < DV) | (DV % BN == 0))[None, :]
-        qp = QUERY + (i.to(tl.int64) * HEADS + h)[:, None] * D
-        gp = GRAD + (i.to(tl.int64) * HEADS + h)[:, None] * DV
-        q = tl.load(qp + cc[None, :], mask=cm, other=0.0)
-        grad = tl.load(gp + cc[None, :], mask=cm, other=0.0)
-        acc = tl.dot(s, q, acc, input_precision=PRECISION)
-        if DR > 0:
-            cr = r0 + tl.arange(0, BR)
-            rm = hm[:, None] & ((cr < D) | (DR % BR == 0))[None, :]
-            qr = tl.load(qp + cr[None, :], mask=rm, other=0.0)
-            acr = tl.dot(s, qr, acr, input_precision=PRECISION)
-        acc = tl.dot(p, grad, acc, input_precision=PRECISION)
+    s, p = _scores(PROB, DSCORE, slots, ok, h, HP)
+    hm = (h < HEADS) | (HEADS % HB == 0)
+    cc = c0 + tl.arange(0, BN)
+    cm = hm[:, None] & ((cc < DV) | (DV % BN == 0))[None, :]
+    qp = QUERY + (i.to(tl.int64) * HEADS + h)[:, None] * D
+    gp = GRAD + (i.to(tl.int64) * HEADS + h)[:, None] * DV
+    q = tl.load(qp + cc[None, :], mask=cm, other=0.0)
+    grad = tl.load(gp + cc[None, :], mask=cm, other=0.0)
+    acc = tl.dot(s, q, acc, input_precision=PRECISION)
+    if DR > 0:
+        cr = r0 + tl.arange(0, BR)
+        rm = hm[:, None] & ((cr < D) | (DR % BR == 0))[None, :]
+        qr = tl.load(qp + cr[None, :], mask=rm, other=0.0)
+        acr = tl.dot(s, qr, acr, input_precision=PRECISION)
+    acc = tl.dot(p, grad, acc, input_precision=PRECISION)
     return acc, acr
 
 
 @triton.jit
 @no_type_check
-def _store_partial(
-    acc, acr, PART, slots, ok, c0, r0, DV: tl.constexpr, DR: tl.constexpr, BN: tl.constexpr,
-    BR: tl.constexpr
-):  # fmt: skip
-    """Partial rows at `slots`."""
-    D: tl.constexpr = DV + DR
-    pp = PART + slots.to(tl.int64)[:, None] * D
-    cc = c0 + tl.arange(0, BN)
-    cm = ((cc < DV) | (DV % BN == 0))[None, :]
-    tl.store(pp + cc[None, :], acc.to(PART.dtype.element_ty), mask=ok[:, None] & cm)
-    if DR > 0:
-        cr = r0 + tl.arange(0, BR)
-        rm = ((cr < D) | (DR % BR == 0))[None, :]
-        tl.store(pp + cr[None, :], acr.to(PART.dtype.element_ty), mask=ok[:, None] & rm)
+def _scores(PROB, DSCORE, slots, ok, h, HP: tl.constexpr):
+    """dS and P of slots and heads, 0 where not ok."""
+    at = slots.to(tl.int64)[:, None] * HP + h[None, :]
+    s = tl.load(DSCORE + at, mask=ok[:, None], other=0.0)
+    return s, tl.load(PROB + at, mask=ok[:, None], other=0.0)
+
+
+@triton.jit
+@no_type_check
+def _store_columns(acc, PART, slots, ok, c0, D: tl.constexpr, N: tl.constexpr, END: tl.constexpr):
+    """Columns c0 .. c0 + N of the partial rows at `slots`, those before END."""
+    c = c0 + tl.arange(0, N)
+    at = PART + slots.to(tl.int64)[:, None] * D + c[None, :]
+    tl.store(at, acc.to(PART.dtype.element_ty), mask=ok[:, None] & (c < END)[None, :])
 
 
 @triton.jit
 @no_type_check
 def union_kernel(
-    QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, SLOTS, SHARED, ACTIVE, ACTIVE_COUNT, PART, row0, step,
-    HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr,
+    QUERY, QUERY_MORE, GRAD, GRAD_MORE, PROB, DSCORE, SLOTS, SHARED, ACTIVE, ACTIVE_COUNT, PART,
+    row0, step, HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr,
     HB: tl.constexpr, TOPK: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, TILES: tl.constexpr, TMA: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BM shared keys of one group x BN value columns (and their share of the rope columns), summed
-    over the group's rows.
+    """BM shared keys of one group x a tile of columns, summed over the group's rows.
 
     Program: (group, block of keys, column tile), the column tile fastest. Blocks past the group's
-    last have no active row.
+    last have no active row. A tile is BN value columns and BR of the rope; with TMA, QUERY to
+    GRAD_MORE are tensor descriptors of BN and BR columns each, and a tile is BN + BR columns of the
+    whole row, whose gradient reads as 0 past the values.
     """
     HT: tl.constexpr = HP // HB
+    D: tl.constexpr = DV + DR
     pid = tl.program_id(0)
     b = pid // TILES
     active = tl.load(ACTIVE_COUNT + b)
     if active == 0:
         return
-    c0 = (pid % TILES) * BN
-    r0 = DV + (pid % TILES) * BR
+    c0 = (pid % TILES) * (BN + BR if TMA else BN)
+    r0 = c0 + BN if TMA else DV + (pid % TILES) * BR
     g = b // BLOCKS
     PROB += g.to(tl.int64) * step * HP
     DSCORE += g.to(tl.int64) * step * HP
@@ -205,13 +195,24 @@ def union_kernel(
     for e in tl.range(0, active * HT, num_stages=STAGES):
         i = row0 + g * GROUP + tl.load(ACTIVE + b * GROUP + e // HT)
         slots = tl.load(SLOTS + (b.to(tl.int64) * GROUP + e // HT) * BM + mm)
-        acc, acr = _partial(
-            acc, acr, QUERY, QUERY_ROPE, GRAD, PROB, DSCORE, i, e % HT, slots, slots >= 0, c0, r0,
-            HEADS, DV, DR, HP, HB, BN, BR, TMA, PRECISION,
-        )  # fmt: skip
+        if TMA:
+            h = e % HT * HB + tl.arange(0, HB)
+            s, p = _scores(PROB, DSCORE, slots, slots >= 0, h, HP)
+            row = i * HP + e % HT * HB
+            acc = tl.dot(s, QUERY.load([row, c0]), acc)
+            acr = tl.dot(s, QUERY_MORE.load([row, r0]), acr)
+            acc = tl.dot(p, GRAD.load([row, c0]), acc)
+            acr = tl.dot(p, GRAD_MORE.load([row, r0]), acr)
+        else:
+            acc, acr = _partial(
+                acc, acr, QUERY, GRAD, PROB, DSCORE, i, e % HT, slots, slots >= 0, c0, r0, HEADS,
+                DV, DR, HP, HB, BN, BR, PRECISION,
+            )  # fmt: skip
     place = (b % BLOCKS) * BM + mm
     ok = place < tl.load(SHARED + g)
-    _store_partial(acc, acr, PART, g * GROUP * TOPK + place, ok, c0, r0, DV, DR, BN, BR)
+    _store_columns(acc, PART, g * GROUP * TOPK + place, ok, c0, D, BN, DV)
+    if TMA or DR > 0:
+        _store_columns(acr, PART, g * GROUP * TOPK + place, ok, r0, D, BR, D)
 
 
 @triton.jit
@@ -227,6 +228,7 @@ def direct_kernel(
     SKIP_DENSE: groups without any shared key (mode 0) are another kernel's work.
     """
     HT: tl.constexpr = HP // HB
+    D: tl.constexpr = DV + DR
     pid = tl.program_id(0)
     c = pid // TILES
     n = tl.load(DIRECT_COUNT + c)
@@ -250,19 +252,19 @@ def direct_kernel(
         acr = tl.zeros([BM, BR], tl.float32)
         if HT == 1:
             acc, acr = _partial(
-                acc, acr, QUERY, QUERY, GRAD, PROB, DSCORE, row0 + c, 0, c * TOPK + slot, ok, c0,
-                r0,
-                HEADS, DV, DR, HP, HB, BN, BR, False, PRECISION,
+                acc, acr, QUERY, GRAD, PROB, DSCORE, row0 + c, 0, c * TOPK + slot, ok, c0, r0,
+                HEADS, DV, DR, HP, HB, BN, BR, PRECISION,
             )  # fmt: skip
         else:
             for tile in tl.range(0, HT, num_stages=STAGES):
                 acc, acr = _partial(
-                    acc, acr, QUERY, QUERY, GRAD, PROB, DSCORE, row0 + c, tile, c * TOPK + slot,
-                    ok, c0, r0,
-                    HEADS, DV, DR, HP, HB, BN, BR, False, PRECISION,
+                    acc, acr, QUERY, GRAD, PROB, DSCORE, row0 + c, tile, c * TOPK + slot, ok, c0,
+                    r0, HEADS, DV, DR, HP, HB, BN, BR, PRECISION,
                 )  # fmt: skip
         to = tl.where(dense, c * TOPK + slot, first + j + mm)
-        _store_partial(acc, acr, PART, to, ok, c0, r0, DV, DR, BN, BR)
+        _store_columns(acc, PART, to, ok, c0, D, BN, DV)
+        if DR > 0:
+            _store_columns(acr, PART, to, ok, r0, D, BR, D)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ out: autograd and checks (op.py), the forward pass.
 # pyright: reportCallIssue=false, reportIndexIssue=false
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -168,12 +168,14 @@ class Call:
 
 class Kernels(ABC):
     """What a backend computes its own way, for one call. heads, slots: it wants multiples of.
-    fused: the padded heads with which it needs no P and dS of groups that share nothing.
+    fused: the padded heads with which it needs no P and dS of groups that share nothing. block:
+    shared keys of a block.
     """
 
     heads: int
     slots: int
     fused: int = 0
+    block: int = BLOCK
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -198,7 +200,7 @@ def sizes_of(
     return Sizes(
         topk=topk, pack=pack, qk=qk, heads=shape.padded_heads, itemsize=dtype.itemsize,
         units=multiprocessors(device), tiles=shape.padded_heads // shape.head_tile, beside=beside,
-        fused=shape.padded_heads == kernels.fused,
+        fused=shape.padded_heads == kernels.fused, block=kernels.block,
     )  # fmt: skip
 
 
@@ -311,18 +313,26 @@ def row_products(grad_out: Tensor, out: Tensor) -> Float32[Tensor, "rows heads"]
     return delta
 
 
-def launch_union(call: Call, chunk: Chunk, descriptors: tuple[Any, ...] | None = None) -> None:
-    """Partial rows of the shared keys. descriptors: TMA over query's values, its rope and grad_out
-    instead.
-    """
-    shape, plan, groups = call.shape, chunk.plan, chunk.groups
-    stages, warps = shape.tiles.partial
-    columns, blocks = shape.columns(), plan.slots.shape[1]
+def launch_union(call: Call, chunk: Chunk) -> None:
+    """Partial rows of the shared keys, by pointers."""
+    stages, warps = call.shape.tiles.partial
+    query, grad = call.query, call.grad_out
+    union(call, chunk, (query, query, grad, grad), call.shape.columns(), stages, warps)
+
+
+def union(
+    call: Call, chunk: Chunk, tensors: tuple[Any, ...], columns: Mapping[str, int], stages: int,
+    warps: int,
+) -> None:  # fmt: skip
+    """The launch of union_kernel. tensors: its first four arguments, or TMA over them."""
+    plan, groups = chunk.plan, chunk.groups
+    _, blocks, _, keys = plan.slots.shape
     union_kernel[((groups.stop - groups.start) * blocks * columns["TILES"],)](
-        *(descriptors or (call.query, call.query, call.grad_out)), call.prob, call.dscore,
-        plan.slots[groups], plan.shared[groups], plan.active[groups], plan.active_count[groups],
-        call.part, chunk.at, call.step, **shape.fixed(), **columns, BLOCKS=blocks, BM=BLOCK,
-        TMA=descriptors is not None, STAGES=stages, num_warps=warps, num_stages=stages,
+        *tensors, call.prob, call.dscore, plan.slots[groups], plan.shared[groups],
+        plan.active[groups], plan.active_count[groups], call.part, chunk.at, call.step,
+        **call.shape.fixed(), **columns, BLOCKS=blocks, BM=keys,
+        TMA=not isinstance(tensors[0], torch.Tensor), STAGES=stages, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
 
 

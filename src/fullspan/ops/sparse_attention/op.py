@@ -182,19 +182,25 @@ _BACKWARD_SCHEMA = (
 )
 
 
-@torch.library.custom_op(
-    "fullspan::sparse_attention_forward",
-    mutates_args=(),
-    schema=f"{_FORWARD_SCHEMA} -> (Tensor, Tensor)",
-)
+def _results(query, kv, ids, counts, sink, scale, value_dim, backend, workspace):
+    """out and lse without values."""
+    rows, heads, _ = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty((rows, heads, value_dim)), query.new_empty((rows, heads), dtype=wide)
+
+
+def _gradients(grad_out, query, kv, ids, counts, delta, lse, *others):
+    """dquery and dsink without values."""
+    return query.new_empty(query.shape), lse.new_empty(query.shape[1])
+
+
+@operator(f"sparse_attention_forward{_FORWARD_SCHEMA} -> (Tensor, Tensor)", fake=_results)
 def sparse_attention_forward(query, kv, ids, counts, sink, scale, value_dim, backend, workspace):
     """(out, lse) of sparse_attention with a resolved backend, without autograd."""
     return _FORWARD[backend](query, kv, ids, counts, sink, scale, value_dim, workspace)
 
 
-@torch.library.custom_op(
-    "fullspan::sparse_attention_backward", mutates_args=("dkv",), schema=_BACKWARD_SCHEMA
-)
+@operator(f"sparse_attention_backward{_BACKWARD_SCHEMA}", fake=_gradients)
 def sparse_attention_backward(
     grad_out, query, kv, ids, counts, delta, lse, dkv, plan, chunk, sink, scale, value_dim, backend,
     workspace, add,
@@ -228,20 +234,6 @@ def _sparse_attention(query, kv, ids, counts, sink, scale, value_dim, backend, w
     return _FORWARD[backend](query, kv, ids, counts, sink, scale, value_dim, workspace)
 
 
-@sparse_attention_forward.register_fake
-@_sparse_attention.register_fake
-def _(query, kv, ids, counts, sink, scale, value_dim, backend, workspace):
-    rows, heads, _ = query.shape
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty((rows, heads, value_dim)), query.new_empty((rows, heads), dtype=wide)
-
-
-@sparse_attention_backward.register_fake
-def _(grad_out, query, kv, ids, counts, delta, lse, dkv, plan, chunk, sink, scale, value_dim,
-      backend, workspace, add):  # fmt: skip
-    return query.new_empty(query.shape), lse.new_empty(query.shape[1])
-
-
 @operator(
     "row_products(Tensor grad_out, Tensor out, str backend) -> Tensor",
     fake=lambda grad_out, out, backend: out.new_empty(
@@ -269,4 +261,5 @@ def _backward(ctx, grad_out, _):
     return dquery, dkv.to(kv.dtype), None, None, dsink, None, None, None, None
 
 
+_sparse_attention.register_fake(_results)
 _sparse_attention.register_autograd(_backward, setup_context=_setup_context)

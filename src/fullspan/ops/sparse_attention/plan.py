@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fullspan.ops.sizes import ceil_div, power_of_2
-from fullspan.ops.sparse_attention.chunks import BLOCK, GROUP, Sizes
+from fullspan.ops.sparse_attention.chunks import GROUP, Sizes
 from fullspan.ops.sparse_attention.kernels_plan import (
     columns_kernel,
     mark_kernel,
@@ -116,7 +116,7 @@ def build_plan(
     plan = Plan(
         order=new(rows * topk),
         start=new(chunks * pack + 1),
-        slots=new(groups, blocks, GROUP, BLOCK).fill_(-1),
+        slots=new(groups, blocks, GROUP, sizes.block).fill_(-1),
         shared=new(groups),
         active=new(groups, blocks, GROUP),
         active_count=new(groups, blocks),
@@ -132,7 +132,7 @@ def build_plan(
         ids, counts, table, plan.mode, scratch, plan.shared, plan.active, plan.active_count, bits,
         plan.direct_first, 0, rows, chunk, pack, **shape, QB=max(1, min(2, 4096 // kp)),
         SHARE=GROUP // 2 if share else GROUP + 1, FEW=FEW_DIRECT,
-        DENSE=DENSE_FUSED if sizes.fused else DENSE, WIDTH=width, BLOCKS=blocks, BM=BLOCK,
+        DENSE=DENSE_FUSED if sizes.fused else DENSE, WIDTH=width, BLOCKS=blocks, BM=sizes.block,
         num_warps=8,
     )  # fmt: skip
     columns_kernel[(ceil_div(pack, 128), chunks)](
@@ -142,7 +142,7 @@ def build_plan(
     torch.cumsum(count, 0, dtype=torch.int32, out=plan.start[1:])
     place_kernel[(rows,)](
         ids, counts, table, plan.mode, bits, plan.direct_first, plan.start, plan.order, plan.slots,
-        plan.direct, plan.direct_count, 0, chunk, pack, **shape, BLOCKS=blocks, BM=BLOCK,
+        plan.direct, plan.direct_count, 0, chunk, pack, **shape, BLOCKS=blocks, BM=sizes.block,
         num_warps=8,
     )  # fmt: skip
     return plan
