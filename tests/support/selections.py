@@ -140,4 +140,5 @@ def plain(case: Attention) -> tuple[Tensor, Tensor, Tensor]:
 
 def error(got: Tensor, want: Tensor) -> float:
     """Relative L2 error."""
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
