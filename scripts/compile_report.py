@@ -207,14 +207,15 @@ def row_kernels() -> Iterator[Entry]:
     types |= dict.fromkeys(("rows", "cols", "row_tiles", "col_tiles", "inner"), "i32")
     fixed = {"BR": 128, "BC": 128, "TR": 128, "TC": 128, "w_col": 1, "s_col": 1, "o_col": 1}
     yield "dequantise", dequantise_kernel, types, fixed, {"num_warps": 8}
-    types = {"FIRST": INT64, "FIRST_PADDED": INT64, "PLACE": INT64, "EXPERT": INT32, "SCALE": FP32}
+    types = {"COUNTS": INT64, "PLACE": INT64, "EXPERT": INT32, "SCALE": FP32}
     types |= {"BLOCK_SCALE": FP32, "OUT": "*fp8e4nv"}
     types |= dict.fromkeys(("x_row", "scale_row", "scale_group", "width", "experts"), "i32")
+    part, row = {"ROWS": 8, "GROUPS": 8, "PARTS": 6}, {"ROWS": 1, "GROUPS": 64, "PARTS": 1}
     for name, value, more in (
-        ("spread", BF16, {"PADDED": True, "WHOLE": False, "SCALED": False}),
-        ("again", "*fp8e4nv", {"PADDED": False, "WHOLE": True, "SCALED": True}),
+        ("spread", BF16, part | {"PADDED": True, "WHOLE": False, "SCALED": False}),
+        ("again", "*fp8e4nv", row | {"PADDED": False, "WHOLE": True, "SCALED": True}),
     ):
-        fixed = {"GROUPS": 64, "EXPERTS": 32, **more}
+        fixed = {"EXPERTS": 32, "ALIGN": 128, **more}
         yield name, round_rows_kernel, types | {"X": value}, fixed, {"num_warps": 8}
     tensors = ("X", "GATE", "UP", "GRAD", "OUT", "DX", "DGATE", "DUP", "WEIGHT")
     types = dict.fromkeys(tensors, BF16) | {"INDEX": INT64, "eps": "fp32"}

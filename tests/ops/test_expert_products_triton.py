@@ -34,8 +34,11 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def quantised(x: torch.Tensor, block: tuple[int, int]) -> list[torch.Tensor]:
-    """The reference on the CPU: PyTorch divides by 448 through its reciprocal on a GPU."""
-    return [part.to(DEVICE) for part in quantise(x.cpu(), block, power_of_two=False)]
+    """The reference on the CPU, and on a GPU the same bits."""
+    wanted = [part.to(DEVICE) for part in quantise(x.cpu(), block, power_of_two=False)]
+    for here, there in zip(wanted, quantise(x.to(DEVICE), block, power_of_two=False), strict=True):
+        assert torch.equal(here.float(), there.float())
+    return wanted
 
 
 def rows_of(slots: int, width: int) -> torch.Tensor:
@@ -48,7 +51,7 @@ def rows_of(slots: int, width: int) -> torch.Tensor:
     return x.to(DEVICE)
 
 
-@pytest.mark.parametrize("width", [128, 640])
+@pytest.mark.parametrize("width", [128, 640, 1152])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_rows_are_spread_over_padded_experts(counts, width):
     torch.manual_seed(0)

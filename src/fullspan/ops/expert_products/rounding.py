@@ -16,8 +16,10 @@ import torch
 from fullspan.ops.expert_products.kernels import round_rows_kernel
 from fullspan.ops.expert_products.reference import GROUP
 from fullspan.ops.fp8.reference import E4M3
-from fullspan.ops.sizes import power_of_2
+from fullspan.ops.sizes import ceil_div, power_of_2
 from fullspan.shapes import Tensor
+
+ROWS = 8  # of float32 scales that are stored together: a sector of 32 bytes
 
 
 class Spread(NamedTuple):
@@ -40,19 +42,16 @@ def padded_rows(slots: int, experts: int, align: int) -> int:
 
 def spread_rows(x: Tensor, counts: Tensor, align: int) -> Spread:
     """Round rows, sorted by expert, with a scale for each 128 columns. The host waits for nothing:
-    the number of padded rows is the upper bound.
+    the number of padded rows is the upper bound. align: a multiple of ROWS.
     """
-    (slots, width), experts = x.shape, len(counts)
-    rows = padded_rows(slots, experts, align)
-    ends = torch.stack([counts, (counts + align - 1) // align * align]).cumsum(1)
-    first = torch.nn.functional.pad(ends, (1, 0))
+    (slots, width), rows = x.shape, padded_rows(len(x), len(counts), align)
     out = Spread(
         values=x.new_empty(rows, width, dtype=E4M3),
         scale=x.new_empty(width // GROUP, rows, dtype=torch.float32).t(),
         expert=x.new_empty(rows, dtype=torch.int32),
         place=x.new_empty(slots, dtype=torch.int64),
     )
-    _launch(x, x, first[0], first[1], *out, experts=experts)
+    _launch(x, x, counts.contiguous(), *out, align=align)
     return out
 
 
@@ -64,22 +63,24 @@ def round_rows(x: Tensor, block_scale: Tensor | None = None) -> tuple[Tensor, Te
     values = x.new_empty(x.shape, dtype=E4M3)
     scale = x.new_empty(len(x), 1, dtype=torch.float32)
     given = x if block_scale is None else block_scale
-    _launch(x, given, x, x, values, scale, x, x, scaled=block_scale is not None)
+    _launch(x, given, x, values, scale, x, x, scaled=block_scale is not None)
     return values, scale[:, 0]
 
 
 def _launch(
-    x: Tensor, block_scale: Tensor, first: Tensor, first_padded: Tensor, values: Tensor,
-    scale: Tensor, expert: Tensor, place: Tensor, *, experts: int = 0, scaled: bool = False,
+    x: Tensor, block_scale: Tensor, counts: Tensor, values: Tensor, scale: Tensor, expert: Tensor,
+    place: Tensor, *, align: int = 0, scaled: bool = False,
 ) -> None:  # fmt: skip
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = values.shape
-    groups = power_of_2(width // GROUP)
+    groups = width // GROUP
+    held, together = (power_of_2(groups), 1) if not align else (min(8, power_of_2(groups)), ROWS)
+    parts, experts = ceil_div(groups, held), len(counts)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        round_rows_kernel[(rows,)](
-            x, block_scale, first, first_padded, values, scale, expert, place,
+        round_rows_kernel[(rows // together * parts,)](
+            x, block_scale, counts, values, scale, expert, place,
             x.stride(0), *scale.stride(), width, experts,
-            GROUPS=groups, EXPERTS=power_of_2(experts or 1),
-            WHOLE=not experts, SCALED=scaled, PADDED=bool(experts),
-            num_warps=min(16, max(1, groups // 8)),
+            ROWS=together, GROUPS=held, PARTS=parts, EXPERTS=power_of_2(experts) if align else 1,
+            ALIGN=align, WHOLE=not align, SCALED=scaled, PADDED=bool(align),
+            num_warps=min(16, max(1, held * together // 8)),
         )  # fmt: skip
