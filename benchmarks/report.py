@@ -21,7 +21,7 @@ MEASURED = {
     "ms_min", "ms_max", "tokens_per_second_per_rank", "exchange_ms", "loopback_ms", "rehearsed_ms",
     "rehearsed_peak_bytes", "loss", "loss_difference", "logits_difference", "gradients_difference",
     "topk_difference", "bits_difference", "judged", "passed", "planned_ms", "planned_bytes",
-    "host_bytes", "r2", "foretold_bytes", "fullspan",
+    "host_bytes", "r2", "foretold_bytes", "fullspan", "seconds", "floor",
 }  # fmt: skip
 # Of rates.py.
 KINDS = (
@@ -47,6 +47,7 @@ COLUMNS = {
     "several ranks: a step": (*RANKS, "tokens", "rows"),
     "several ranks: a rank and its rehearsal": (*RANKS, "tokens", "rank"),
     "rehearsals of GLM-5.2 at full size, one rank on one GPU": ("row", "tokens", "ranks", "rows"),
+    "seconds of these rehearsals by part, and how many times the floor they are": ("row", "part"),
     "rates of plans": ("op", "shape", "rows", "beside"),
 }
 TITLES = {
@@ -60,6 +61,7 @@ TITLES = {
     "multi_gpu_step": "several ranks: a step",
     "multi_gpu_rehearsal": "several ranks: a rank and its rehearsal",
     "rehearsal": "rehearsals of GLM-5.2 at full size, one rank on one GPU",
+    "rehearsal_part": "seconds of these rehearsals by part, and how many times the floor they are",
     **dict.fromkeys(KINDS, "rates of plans"),
 }
 
@@ -72,21 +74,21 @@ def rows() -> list[Row]:
     for path in sorted(RESULTS.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            if "row" in row:
-                row = of_rehearsal(row)
-            case = {key: value for key, value in row.items() if key not in MEASURED}
-            last[json.dumps(case, sort_keys=True)] = row
+            for each in of_rehearsal(row) if "row" in row else [row]:
+                case = {key: value for key, value in each.items() if key not in MEASURED}
+                last[json.dumps(case, sort_keys=True)] = each
     return list(last.values())
 
 
-def of_rehearsal(row: Row) -> Row:
-    """A row of rehearse_glm52.py as the others are: what was measured in "ms" and "peak_bytes"."""
+def of_rehearsal(row: Row) -> list[Row]:
+    """A row of rehearse_glm52.py as the others are, what was measured in "ms" and "peak_bytes";
+    then one for each part that the plan knows."""
     found = {"op": "rehearsal", "row": row["row"], "date": row["date"], "commit": row["commit"]}
     if "error" in row:
-        return found | {"failed": row["error"]}
+        return [found | {"failed": row["error"]}]
     ranks, seconds = row["rehearsal"], row["seconds_of_step"] - row["seconds_of_loopback"]
     planned = row["plan_seconds"] or {}
-    return found | row["versions"] | {
+    whole = found | row["versions"] | {
         "gpu": row["device"],
         "tokens": row["pack"],
         "ranks": f"cp {ranks['cp']}, ep {ranks['ep']}",
@@ -99,6 +101,18 @@ def of_rehearsal(row: Row) -> Row:
         "r2": {name: fit["r2"] for name, fit in row["fits"].items()},
         "foretold_bytes": row["foretold_peak"],
     }  # fmt: skip
+    floor = row.get("floor_seconds") or {}
+    parts = dict.fromkeys(part for parts in floor.values() for part in parts)
+    return [whole] + [
+        {
+            "op": "rehearsal_part",
+            "row": row["row"],
+            "part": part,
+            "seconds": {which: row["seconds"].get(f"{part} {which}", 0.0) for which in floor},
+            "floor": {which: floor[which].get(part, 0.0) for which in floor},
+        }
+        for part in parts
+    ]
 
 
 def table(columns: tuple[str, ...], body: list[Row]) -> list[str]:
@@ -185,6 +199,16 @@ def full_size_cells(row: Row) -> Cells:
     }
 
 
+def part_cells(row: Row) -> Cells:
+    """Seconds of each pass, then how many times the floor: work at the GPU's nominal rates."""
+    pairs = {which: (row["seconds"][which], floor) for which, floor in row["floor"].items()}
+    pairs["all"] = sum(row["seconds"].values()), sum(row["floor"].values())
+    return {
+        which: f"{s:.2f} ({s / floor:.1f}x)" if s and floor else ""
+        for which, (s, floor) in pairs.items()
+    }
+
+
 def rate_cells(row: Row) -> Cells:
     """FLOPs or bytes a second."""
     work, unit = (row["flops"], "TFLOP/s") if "flops" in row else (row["bytes"], "TB/s")
@@ -193,6 +217,7 @@ def rate_cells(row: Row) -> Cells:
 
 CELLS = {
     "rehearsal": full_size_cells,
+    "rehearsal_part": part_cells,
     **dict.fromkeys(KINDS, rate_cells),
     "multi_gpu_parity": parity_cells,
     "multi_gpu_step": step_cells,

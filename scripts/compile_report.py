@@ -34,13 +34,8 @@ from fullspan.ops.index_topk.hopper_backend import FP8 as FP8_SCORES
 from fullspan.ops.rows import kernels as of_rows
 from fullspan.ops.sparse_attention import kernels_hopper_backward as backward
 from fullspan.ops.sparse_attention import kernels_hopper_forward as forward
-from fullspan.ops.sparse_attention.hopper_backend import (
-    COLUMNS,
-    SHARED_KEYS,
-    SHARED_STAGES,
-    SHARED_WARPS,
-)
-from fullspan.ops.sparse_attention.kernels_backward import dquery_kernel, union_kernel
+from fullspan.ops.sparse_attention import kernels_hopper_shared as shared
+from fullspan.ops.sparse_attention.kernels_backward import dquery_kernel
 from fullspan.ops.sparse_attention.kernels_forward import forward_kernel
 from fullspan.ops.sparse_attention.launch import device_tiles
 
@@ -108,6 +103,13 @@ def kernels() -> Iterator[Entry]:
     for name, fuse in (("dquery", False), ("dquery fused", True)):
         fixed = {"K": 2048, "HT": 1, "ROPE": True, "GROUP": 16, "FUSE": fuse, "R1": 232, "R2": 32}
         yield name, backward.dquery_kernel, types, fixed, {}
+    types = dict.fromkeys(("QD", "GD"), tiles(64, 128))
+    types |= dict.fromkeys(("QXD", "GXD"), tiles(64, 64))
+    types |= dict.fromkeys(("PROB", "DSCORE", "PART"), BF16)
+    types |= dict.fromkeys(("SLOTS", "SHARED", "ACTIVE", "ACTIVE_COUNT"), INT32)
+    types |= dict.fromkeys(("row0", "step", "items"), "i32")
+    fixed = {"D": 576, "HT": 1, "TOPK": 2048, "GROUP": 16, "BLOCKS": 12, "R1": 224, "R2": 56}
+    yield "shared keys", shared.shared_kernel, types, fixed, {}
     yield from score_kernels()
 
 
@@ -183,21 +185,6 @@ def plain_reports() -> Iterator[dict[str, Any]]:
             built = compiled(ASTSource, kernel, types, values, options, arch)
             row = {"kernel": f"{name} sm_{arch}", "shared": built.metadata.shared}
             yield row | {"limit": limit * 1024}
-    yield union_report()
-
-
-def union_report() -> dict[str, Any]:
-    """Shared memory of the shared keys' partial rows with the values of the Hopper launcher."""
-    wide, narrow = (f"tensordesc<bf16[64, {COLUMNS[name]}]>" for name in ("BN", "BR"))
-    types = {"QUERY": wide, "QUERY_MORE": narrow, "GRAD": wide, "GRAD_MORE": narrow}
-    types |= dict.fromkeys(("PROB", "DSCORE", "PART"), BF16) | {"row0": "i32", "step": "i32"}
-    types |= dict.fromkeys(("SLOTS", "SHARED", "ACTIVE", "ACTIVE_COUNT"), INT32)
-    fixed = {"HEADS": 64, "DV": 512, "DR": 64, "HP": 64, "HB": 64, "TOPK": 2048, "GROUP": 16}
-    fixed |= {"BLOCKS": 12, "BM": SHARED_KEYS, "TMA": True, "STAGES": SHARED_STAGES, **COLUMNS}
-    fixed["PRECISION"] = "tf32"
-    options = {"num_warps": SHARED_WARPS, "num_stages": SHARED_STAGES}
-    built = compiled(ASTSource, union_kernel, types, fixed, options, 90)
-    return {"kernel": "union sm_90", "shared": built.metadata.shared, "limit": DEVICES[90] * 1024}
 
 
 def row_kernels() -> Iterator[Entry]:

@@ -7,6 +7,7 @@ forked; they act where there is a process group only, so that the first split st
 import json
 import os
 import random
+import re
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,8 @@ from fullspan.parallel import context
 from fullspan.parallel.collectives import PendingTensor
 from fullspan.parity.compare import TOLERANCES, Finding, compare
 from fullspan.parity.group import run_group
+from fullspan.parity.margins import Margin
+from fullspan.parity.margins import _margin as margin_of_row
 from fullspan.parity.probe import PackSeen, RunSeen, StepSeen, set_hashes
 from fullspan.parity.row_blocks import RowBlocks
 from fullspan.parity.run import ParityOptions, ParityReport, as_json
@@ -45,6 +48,11 @@ pack_length = 160
 steps = 3
 output_dir = "out"
 """
+
+MARGIN = (
+    r"rows from (\d+) on; in row (\d+) the last key chosen and the next score \S+ apart, "
+    r"(\S+) times their rounding$"
+)
 
 
 @pytest.fixture
@@ -101,9 +109,35 @@ def test_a_flipped_rope_of_the_indexer_is_found(folder, monkeypatch, capsys):
     assert code == 1
     topk = findings[2, "top-k"]
     assert topk["value"] > 0.01 and "self_attn.indexer" in topk["where"]
+    row, again, times = re.search(MARGIN, topk["where"]).groups()
+    assert row == again and float(times) > 100, "no near tie"
     assert findings[1, "bits"]["passed"] and findings[2, "bits"]["passed"]
     out = capsys.readouterr().out
     assert "FAILED: 4 of 6" in out and "\ncp 2   top-k " in out
+
+
+@pytest.mark.parametrize("partition", ["contiguous", "zigzag"])
+def test_a_near_tie_is_told_from_a_mistake(folder, monkeypatch, partition):
+    """Keys come in pairs that are alike but for their last bits: which of two is better depends on
+    the split. A row with an odd number of keys may choose one of a pair."""
+    gather = context.SequenceContext.start_index_gather
+
+    def in_pairs(self, keys):
+        gathered = gather(self, keys).wait()
+        if self.order is not None:
+            gathered = gathered[self.order.places]
+        other = 1 + (1e-6 if dist.is_initialized() else -1e-6)
+        gathered = gathered[: len(gathered) // 2].repeat_interleave(2, dim=0)
+        gathered[1::2] *= other
+        if self.order is not None:
+            gathered = gathered[self.order.gathered]
+        return PendingTensor(gathered, None)
+
+    monkeypatch.setattr(context.SequenceContext, "start_index_gather", in_pairs)
+    code, findings = parity("--partition", partition)
+    assert code == 1
+    row, again, times = re.search(MARGIN, findings[2, "top-k"]["where"]).groups()
+    assert row == again and abs(float(times)) < 20
 
 
 @pytest.mark.parametrize("fact", ["positions", "key_ranges"])
@@ -254,6 +288,37 @@ def test_sizes_that_are_no_numbers_are_told_in_plain_words(capsys):
     with pytest.raises(SystemExit):
         main(["parity", "run.toml", "--cp", "two"])
     assert "argument --cp: 'two': it must be whole numbers with commas" in capsys.readouterr().err
+
+
+def test_the_first_row_that_differs_is_told_beside_the_worst():
+    got, wanted = seen(), seen()
+    for run, ids in ((got, [[0, 2, 6], [1, 3, 6]]), (wanted, [[0, 2, 5], [0, 2, 5]])):
+        run.steps = [seen(ids=of_step).steps[0] for of_step in ids]
+    got.steps[0].packs[0].margins = {"layer": [Margin(3, 2e-6, 1e-6)]}
+    rows = "pack 0, layer, 1 of 1 rows from 3 on"
+    margin = "in row 3 the last key chosen and the next score 2.0e-06 apart, 2 times their rounding"
+    where = findings(got, wanted)["top-k"].where
+    assert where == f"step 2, {rows}; first in step 1, {rows}; {margin}"
+
+
+def test_the_margin_is_between_the_last_key_and_the_next():
+    """Scores are 8 by two heads of which one is not above 0, 6, and 5.999 as 12 - 6.001."""
+    query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    keys = torch.tensor([[6.0, 0.0], [1.0, 3.0], [8.0, -9.0], [12.0, 6.001]])
+    weights = torch.tensor([1.0, -1.0])
+    chosen = torch.tensor([0, 2])
+    found = margin_of_row(query, keys, weights, chosen, 7)
+    assert found.row == 7 and found.gap == pytest.approx(0.001, rel=1e-3)
+    eps = torch.finfo(torch.float32).eps
+    assert found.rounding == pytest.approx(18.001 * eps)
+    assert str(found).startswith(
+        "in row 7 the last key chosen and the next score 1.0e-03 apart, 5e+02 "
+    )
+    wrong = margin_of_row(query, keys, weights, torch.tensor([1, 2]), 7)
+    assert wrong.gap == -8, "not what the scores say"
+    assert margin_of_row(query, keys, weights, torch.arange(4), 7) is None, "it chose every key"
+    alike = Margin(3, 0.0, 0.0)
+    assert str(alike).endswith("0.0e+00 apart, 0 times their rounding")
 
 
 def test_a_set_outside_the_sample_counts():

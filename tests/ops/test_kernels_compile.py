@@ -38,7 +38,12 @@ def compile_report(kind: str) -> list[dict]:
 @needs_tested_triton
 def test_the_hopper_kernels_compile_without_serialised_products():
     rows = compile_report("hopper")
-    assert {row["kernel"] for row in rows} >= {"forward 64", "dquery fused", "scores fp8"}
+    assert {row["kernel"] for row in rows} >= {
+        "forward 64",
+        "dquery fused",
+        "shared keys",
+        "scores fp8",
+    }
     for row in rows:
         assert not row["serialised"], row
         most = SPILLED_FUSED if row["kernel"] == "dquery fused" else SPILLED
@@ -48,7 +53,7 @@ def test_the_hopper_kernels_compile_without_serialised_products():
 @needs_tested_triton
 def test_the_plain_kernels_fit_every_device_class():
     rows = compile_report("plain")
-    assert {row["kernel"] for row in rows} >= {"forward sm_80", "dquery sm_100", "union sm_90"}
+    assert {row["kernel"] for row in rows} >= {"forward sm_80", "dquery sm_100"}
     for row in rows:
         assert row["shared"] <= row["limit"], row
 

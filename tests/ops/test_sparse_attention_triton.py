@@ -12,8 +12,6 @@ import torch
 from tests.support.selections import Attention, error, exact, make_attention
 from tests.support.triton_interpreter import DEVICE
 
-from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
-
 from fullspan.errors import ConfigError  # isort: skip
 from fullspan.ops.sparse_attention.op import sparse_attention_backward  # isort: skip
 from fullspan.ops.sparse_attention import chunks as sizing  # isort: skip
@@ -74,32 +72,6 @@ def test_agrees_with_the_reference(heads, rope):
         sink=rope > 0,
         device=DEVICE,
     )
-    check(case, 2e-6)
-
-
-@pytest.mark.parametrize("rope", [0, 16])
-def test_shared_keys_by_descriptors_and_in_larger_blocks(monkeypatch, rope):
-    """As `hopper` has them: column tiles of the whole row, the last past the end of the gradient
-    (and, without rope, of the row).
-    """
-    columns = {"BN": 32, "BR": 16, "TILES": 2}
-
-    def partials(self, chunk):
-        call = self.call
-        tiles = tuple(
-            TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [16, columns[name]])
-            for x in (call.query, call.grad_out)
-            for name in ("BN", "BR")
-        )
-        launch.union(call, chunk, tiles, columns, 1, 4)
-        launch.launch_direct(call, chunk, skip_dense=False)
-
-    monkeypatch.setattr(triton_backend.PlainKernels, "partials", partials)
-    monkeypatch.setattr(triton_backend.PlainKernels, "block", 16)
-    case = make_attention(
-        rows=19, heads=16, value=80, rope=rope, pack=40, topk=12, pool=20, counts=(0, 1, 12, 12),
-        device=DEVICE,
-    )  # fmt: skip
     check(case, 2e-6)
 
 

@@ -52,6 +52,13 @@ def run(args: argparse.Namespace) -> int:
     found = ranks.prepare(
         os.environ, nproc_per_node=args.nproc_per_node, master_port=args.master_port
     )
+    from fullspan.planning.report import explain_out_of_memory
     from fullspan.train import launch
 
-    return launch.run(args.config, args.overrides, found, master_port=args.master_port)
+    return launch.run(
+        args.config,
+        args.overrides,
+        found,
+        master_port=args.master_port,
+        explain=explain_out_of_memory,
+    )

@@ -4,7 +4,8 @@
     logits      ‖got - wanted‖ / ‖wanted‖ of a sampled row
     gradients   the same of a whole tensor (absolute where all of `wanted` is zero)
     top-k       share of the selected keys that differ. Counted in the sampled rows; any other row
-                whose set differs has at least one
+                whose set differs has at least one. Of the first of these rows: how near it was.
+                Beside the worst offender the first
     bits        tensors that differ between two runs of one split
 
 A value that is not a number is worse than any other.
@@ -93,6 +94,10 @@ def compare(
             for value, name in candidates(one, other)
         ]
         value, where = _worst(found)
+        # One row that differs moves what comes after it: the first tells why.
+        first = next((place for share, place in found if share), where)
+        if quantity == "top-k" and first != where:
+            where += f"; first in {first}"
         yield Finding(split=split, quantity=quantity, value=value, allowed=allowed, where=where)
 
 
@@ -129,6 +134,8 @@ def _selections(got: StepSeen, wanted: StepSeen) -> Candidates:
             # Any row that differs does so by at least one key.
             least = len(rows) / (len(one.rows) * one.ids[layer].shape[1])
             which = f", {len(rows)} of {len(one.rows)} rows from {rows[0]} on" if rows else ""
+            margins = [m for m in one.margins.get(layer, ()) if rows and m.row == rows[0]]
+            which += "".join(f"; {found}" for found in margins)
             yield max(sampled, least), f"pack {index}, {layer}{which}"
 
 

@@ -9,8 +9,9 @@ selected keys themselves and the logits. So what is kept does not grow with rows
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from fullspan.models.dsa.attention import Indexer
 from fullspan.ops.selection import Selection
 from fullspan.parallel.collectives import gather_rows
 from fullspan.parallel.mesh import Mesh
+from fullspan.parallel.sequence import Partition
 from fullspan.parallel.watch import Watch
+from fullspan.parity.margins import Margin, margin
 from fullspan.parity.row_blocks import RowBlocks
 from fullspan.shapes import Int32, Int64, Tensor
 from fullspan.train.config import RunConfig
@@ -44,6 +47,7 @@ class PackSeen:
     rows     of the pack, those that are held          sampled   those of the sample among them
     sets     layer -> a hash of each row's set         ids       layer -> keys [sampled, topk]
     logits   [sampled, vocab]
+    margins  layer -> of the first row of each rank whose set is not that of another split
     """
 
     rows: Int64[Tensor, "rows"]
@@ -51,6 +55,11 @@ class PackSeen:
     sampled: Tensor
     ids: dict[str, Tensor]
     logits: Tensor
+    margins: dict[str, list[Margin]] = field(default_factory=dict)
+
+
+Sets = Mapping[int, Mapping[str, Tensor]]
+"""Of a step: pack -> layer -> a hash of each row's set, in the pack's order."""
 
 
 @dataclass(kw_only=True)
@@ -88,10 +97,16 @@ def probe(
     steps: Sequence[Sequence[Pack]],
     sample: int,
     block: int | None = None,
+    first: Path | None = None,
 ) -> RunSeen:
-    """`watched_steps` of the configuration on this rank of its split, see run_group."""
+    """`watched_steps` of the configuration on this rank of its split, see run_group. first: what
+    the ranks of the split have seen that it will be compared with."""
     session, _ = open_session(config, mesh_here(config, device))
-    return watched_steps(session, steps, sample, block)
+    sets = None
+    if first is not None:
+        seen = join(torch.load(first, weights_only=False, mmap=True))
+        sets = [{index: pack.sets for index, pack in s.packs.items()} for s in seen.steps]
+    return watched_steps(session, steps, sample, block, sets=sets)
 
 
 def mesh_here(config: RunConfig, device: torch.device) -> Mesh:
@@ -108,6 +123,7 @@ def watched_steps(
     block: int | None = None,
     *,
     repeat: bool = True,
+    sets: Sequence[Sets] | None = None,
 ) -> RunSeen:
     """Train on the packs of each of `steps`, from adapters whose every gradient is alive. The last
     makes no update.
@@ -115,16 +131,17 @@ def watched_steps(
     sample: rows of a step whose logits and selected keys are kept, over all its packs.
     block: rows of a matrix product, see RowBlocks; None: as many as there are.
     repeat: the first step is run twice, from the same adapters, and compared.
+    sets: of each step on another split; where a row's differs, its margin is kept.
     """
     fill_lora_b(session.model)
     recorder = _Recorder(session, sample)
     unrepeated: list[str] = []
     seen: list[StepSeen] = []
     with nullcontext() if block is None else RowBlocks(block):
-        for packs in steps:
+        for number, packs in enumerate(steps):
             if seen:
                 session.optim_step()
-            seen.append(recorder.run(packs))
+            seen.append(recorder.run(packs, None if sets is None else sets[number]))
             if len(seen) == 1 and repeat:
                 session.zero_grad()
                 unrepeated = different(seen[0], recorder.run(packs))
@@ -193,11 +210,14 @@ class _Recorder:
         self._selections: dict[str, Selection] = {}
         self._hidden: list[Tensor] = []
         self._packs: list[PackSeen] = []
+        self._margins: dict[str, list[Margin]] = {}
+        self._others: Sets | None = None
 
-    def run(self, packs: Sequence[Pack]) -> StepSeen:
-        """The gradients of a step are left with the session, summed over the ranks."""
+    def run(self, packs: Sequence[Pack], others: Sets | None = None) -> StepSeen:
+        """The gradients of a step are left with the session, summed over the ranks. others: sets to
+        compare with."""
         session, mesh = self.session, self.session.mesh
-        self._packs, self._hidden = [], []
+        self._packs, self._hidden, self._others = [], [], others
         share = max(1, self.sample // len(packs))
 
         def keep(nll: Tensor, microbatch: Microbatch) -> Tensor:
@@ -221,6 +241,7 @@ class _Recorder:
     def _watch(self) -> Iterator[RemovableHandle]:
         def see_selection(name: str, module: nn.Module, given: Any, selection: Any) -> None:
             self._selections[name] = selection
+            self._compare(name, module, given, selection)
 
         def see_hidden(module: nn.Module, given: Any, hidden: Any) -> None:
             self._hidden.append(hidden)
@@ -228,6 +249,19 @@ class _Recorder:
         for name, layer in self.layers.items():
             yield layer.register_forward_hook(partial(see_selection, name))
         yield self.session.model.register_forward_hook(see_hidden)
+
+    def _compare(self, name: str, module: Any, given: Any, selection: Selection) -> None:
+        """Keeps the margin of the first local row whose set is not that of the other split."""
+        mesh = self.session.mesh
+        others = (self._others or {}).get(mesh.dp.rank + mesh.dp.size * len(self._packs))
+        if others is None:
+            return
+        length = mesh.cp.size * len(selection.ids)
+        partition = Partition(mode=self.session.partition, size=mesh.cp.size, length=length)
+        rows = partition.rows(mesh.cp.rank)
+        differs = set_hashes(selection.ids).cpu() != others[name][rows]
+        found = margin(module, given, selection, differs, rows)
+        self._margins[name] = [] if found is None else [found]
 
     def _keep(self, microbatch: Microbatch, count: int) -> None:
         """What the forward pass of a microbatch has left, of the rows in the sample."""
@@ -243,9 +277,10 @@ class _Recorder:
                 sampled=rows[sampled],
                 ids={name: found.ids[here].cpu() for name, found in selections.items()},
                 logits=torch.empty(0),
+                margins=self._margins,
             )
         )
-        self._selections = {}
+        self._selections, self._margins = {}, {}
 
     def _gradients(self) -> dict[str, Tensor]:
         mesh = self.session.mesh
@@ -289,4 +324,8 @@ def _join_pack(parts: Sequence[PackSeen]) -> PackSeen:
         sampled=ordered([part.sampled for part in parts], sampled),
         ids=by_layer([part.ids for part in parts], sampled),
         logits=ordered([part.logits for part in parts], sampled),
+        margins={
+            layer: [found for part in parts for found in part.margins.get(layer, ())]
+            for layer in parts[0].sets
+        },
     )

@@ -86,7 +86,8 @@ def run_parity(
         paths = [Path(folder) / str(index) for index in range(len(splits))]
         for split, changed, path in zip(splits, configs, paths, strict=True):
             started = time.monotonic()
-            arguments = (changed, steps, options.sample, block)
+            first = None if path == paths[0] else paths[0]
+            arguments = (changed, steps, options.sample, block, first)
             parts = run_group(split.ranks, probe, *arguments, timeout_seconds=timeout)
             torch.save(parts, path)
             seconds[split] = time.monotonic() - started

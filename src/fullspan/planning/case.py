@@ -179,7 +179,9 @@ class Case:
             "attention backward": ops.attention_bytes,
             "indexer": ops.workspace_bytes,
         }
-        backends = {kind: (name, *BACKENDS) for kind, name in self.named_backends.items()}
+        backends: dict[str, tuple[str, ...]] = {
+            kind: (name, *BACKENDS) for kind, name in self.named_backends.items()
+        }
         if ops.index_scores == "fp8":
             names = backends.get("indexer", BACKENDS)
             backends["indexer"] = tuple(f"{name}_fp8" for name in names)

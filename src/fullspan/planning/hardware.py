@@ -17,6 +17,7 @@ A kind of work has a rate in FLOPs or in bytes (read and written) per second:
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,12 +47,22 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """memory: bytes that PyTorch reports in total; peak: nominal dense bf16 FLOPs per second."""
+    """memory: bytes that PyTorch reports in total; peak, bandwidth: nominal dense bf16 FLOPs and
+    nominal bytes per second."""
 
     name: str
     memory: int
     peak: float
+    bandwidth: float
     rates: Mapping[str, Rate]
+
+    def nominal(self) -> "Gpu":
+        """With nominal rates: no work takes less time. FP8 products are twice as fast as those in
+        bf16, float32 ones are three of them (models/common/linear.py), and the host is free."""
+        rates = dict.fromkeys(KINDS, self.peak) | dict.fromkeys(BY_BYTES, self.bandwidth)
+        rates |= dict.fromkeys(BY_HOST, math.inf)
+        rates |= {"experts fp8": 2 * self.peak, "float32": self.peak / 3}
+        return replace(self, rates={kind: Rate(rate, "nominal") for kind, rate in rates.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +145,8 @@ def gpu(name: str, shape: Shape | None = None, folder: Path | None = None) -> Gp
                 note = f"; times {factor:.2f}, the ratio of nominal peaks"
                 rate = replace(rate, value=rate.value * factor, source=rate.source + note)
         rates[kind] = rate
-    return Gpu(name=name, memory=int(gib * GIB), peak=peak, rates=rates)
+    memory = int(gib * GIB)
+    return Gpu(name=name, memory=memory, peak=peak, bandwidth=bandwidth, rates=rates)
 
 
 def _rate(kind: str, rows: Sequence[Row], shape: Shape, name: str) -> Rate | None:

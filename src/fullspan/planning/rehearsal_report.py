@@ -21,6 +21,11 @@ from fullspan.planning.report import split_name, table
 from fullspan.planning.times import Times, link_seconds
 
 _MIB = 1 << 20
+# Seconds that are shown beside the measured ones.
+_BESIDE = {
+    "plan": "the plan's seconds",
+    "floor": "the floor's seconds (the same work at the GPU's nominal rates)",
+}
 
 
 def rehearsal_text(found: Rehearsal, rates: Path | None = None) -> str:
@@ -44,12 +49,9 @@ def rehearsal_text(found: Rehearsal, rates: Path | None = None) -> str:
     work = sum(found.seconds.values()) - _of_part(found, "loopback")
     lines.append(f"  {work:.3f} s without the loopback group's copies")
     lines.append(f"  {found.wall:.3f} s by the host's clock")
-    if planned := planned_seconds(found, rates):
-        lines += [
-            "",
-            "the plan's seconds and the measured ones over them",
-            *table(_planned(found, planned)),
-        ]
+    for name, wanted in seconds_beside(found, rates).items():
+        lines += ["", f"{_BESIDE[name]} and the measured ones over them"]
+        lines += table(_beside(found, wanted))
     lines += ["", "what communication would add, if nothing overlapped it", *table(_wire(found))]
     links = case.links
     lines.append(
@@ -100,7 +102,8 @@ def rehearsal_json(found: Rehearsal, rates: Path | None = None) -> dict[str, Any
         "seconds_of_step": sum(found.seconds.values()),
         "seconds_of_loopback": _of_part(found, "loopback"),
         "seconds_by_the_host": found.wall,
-        "plan_seconds": planned_seconds(found, rates),
+        **{f"{name}_seconds": None for name in _BESIDE},
+        **{f"{name}_seconds": s for name, s in seconds_beside(found, rates).items()},
         "flops": found.usage.flops,
         "wire": {what: {"bytes": size, "seconds": s} for what, (size, s) in wire_items(found)},
         "fits": {name: {
@@ -128,14 +131,16 @@ def planned_bytes(found: Rehearsal) -> int:
     return allocated_bytes(Memory.of(found.case).peak)
 
 
-def planned_seconds(found: Rehearsal, rates: Path | None) -> dict[str, dict[str, float]] | None:
-    """The plan's seconds of work of a pack by pass and part; None on a device that the plan has no
-    rates for."""
+def seconds_beside(found: Rehearsal, rates: Path | None) -> dict[str, dict[str, dict[str, float]]]:
+    """{of _BESIDE: {pass: {part: seconds}}} of the work of a pack. Empty on a device that the plan
+    has no rates for."""
     name = next((name for name in NAMES if name in found.device.lower()), None)
     if name is None:
-        return None
-    times = Times.of(found.case, found.case.gpu(name, rates), wire.Traffic(found.case))
-    return {which: times.compute(which) for which in times.work}
+        return {}
+    known, traffic = found.case.gpu(name, rates), wire.Traffic(found.case)
+    by_rates = {"plan": known, "floor": known.nominal()}
+    times = {which: Times.of(found.case, gpu, traffic) for which, gpu in by_rates.items()}
+    return {name: {which: t.compute(which) for which in t.work} for name, t in times.items()}
 
 
 def wire_items(found: Rehearsal) -> list[tuple[str, tuple[int, float]]]:
@@ -202,15 +207,13 @@ def _seconds(found: Rehearsal) -> Iterator[Sequence[str]]:
     yield "all", *(f"{s:.3f}" for s in sums), f"{sum(sums):.3f}"
 
 
-def _planned(
-    found: Rehearsal, planned: Mapping[str, Mapping[str, float]]
-) -> Iterator[Sequence[str]]:
-    """Of each part and pass the plan's seconds, and measured / planned: what is far from 1 has a
-    rate that is off, or work that the plan does not know."""
-    yield "part", *(word for which in (*planned, "all") for word in (which, "x"))
+def _beside(found: Rehearsal, wanted: Mapping[str, Mapping[str, float]]) -> Iterator[Sequence[str]]:
+    """Of each part and pass the wanted seconds, and measured / wanted: against the plan, what is
+    far from 1 has a rate that is off, or work that the plan does not know."""
+    yield "part", *(word for which in (*wanted, "all") for word in (which, "x"))
     every = {part: [] for part in PARTS}
     for part in every:
-        for which, parts in planned.items():
+        for which, parts in wanted.items():
             every[part].append((parts.get(part, 0.0), found.seconds.get((part, which), 0.0)))
     rows = {part: pairs for part, pairs in every.items() if any(map(sum, pairs))}
     rows["all"] = [_added(column) for column in zip(*rows.values(), strict=True)]

@@ -138,7 +138,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def explain_out_of_memory(
-    config: RunConfig, world: int, *, capacity: int | None = None, model_config: Path | None = None
+    config: RunConfig, world: int, capacity: int | None = None, *, model_config: Path | None = None
 ) -> str:
     """One line: the largest items of this run's plan and the setting for each.
 

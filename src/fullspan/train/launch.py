@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -55,20 +56,26 @@ Work = Callable[[RunConfig], int]
 
 
 def run(
-    path: Path, overrides: Sequence[str], found: ranks.Ranks, *, master_port: int | None
+    path: Path,
+    overrides: Sequence[str],
+    found: ranks.Ranks,
+    *,
+    master_port: int | None,
+    explain: loop.Explain | None = None,
 ) -> int:
     """Train as the configuration at `path` says; the exit code (128 + the signal that stopped it).
 
-    found: what ranks.prepare has said about this process. Raises FullspanError, in a run with
-    several ranks as a message that names the rank.
+    found: what ranks.prepare has said about this process. explain: see loop.train. Raises
+    FullspanError, in a run with several ranks as a message that names the rank.
     """
     config = load_run_config(path, overrides)
     config.check_ranks(found.world_size)
+    work = partial(loop.train, explain=explain)
     if found.started_by == "none" and found.world_size > 1:
         port = ranks.local_port(os.environ, master_port)
-        return start_ranks(loop.train, config, found.world_size, port)
+        return start_ranks(work, config, found.world_size, port)
     try:
-        return loop.train(config)
+        return work(config)
     except FullspanError as error:
         if found.world_size == 1:
             raise
@@ -110,7 +117,8 @@ class Report:
 def start_ranks(work: Work, config: RunConfig, count: int, port: int) -> int:
     """Run `work(config)` on `count` ranks of this machine and wait for them; the exit code.
 
-    work: a function of some module's top level; its result is a rank's exit code.
+    work: a function of some module's top level, or a `partial` of one; its result is a rank's exit
+    code.
     port: where the ranks meet, 0 for any free one.
     Raises LaunchError with the message of the rank that failed first; the traceback of an error
     that is not a user's goes to stderr instead.

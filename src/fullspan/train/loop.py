@@ -16,6 +16,7 @@ Leaves out starting the ranks (launch.py) and what is said before the first step
 
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
 
@@ -26,7 +27,6 @@ from fullspan.checkpoint.resume import FOLDER
 from fullspan.errors import CheckpointError, TrainingError
 from fullspan.parallel.collectives import all_reduce_sum
 from fullspan.parallel.mesh import Mesh, open_mesh
-from fullspan.planning.report import explain_out_of_memory
 from fullspan.train.config import RunConfig
 from fullspan.train.metrics import (
     METRICS_FILE,
@@ -43,24 +43,29 @@ from fullspan.train.stop import StopRequest
 ADAPTER_FOLDER = "adapter"
 _RECENT_STEPS = 20
 
+Explain = Callable[[RunConfig, int, int | None], str]
+"""(configuration, number of ranks, bytes of the GPU if known) -> one line: what takes the memory,
+and which settings change it. A function of some module's top level."""
 
-def train(config: RunConfig) -> int:
+
+def train(config: RunConfig, explain: Explain | None = None) -> int:
     """Trains on this rank; the environment says which it is (see parallel/mesh.py).
 
-    Returns 0, or 128 + the signal that stopped the run after a step, as a shell would.
+    explain: adds to the message where the GPU's memory ran out. Returns 0, or 128 + the signal that
+    stopped the run after a step, as a shell would.
 
     Raises:
         FullspanError: something the user can mend; every rank raises.
     """
     with open_mesh(config.parallel, timeout_seconds=config.train.timeout_seconds) as mesh:
-        return train_on(config, mesh)
+        return train_on(config, mesh, explain)
 
 
-def train_on(config: RunConfig, mesh: Mesh) -> int:
+def train_on(config: RunConfig, mesh: Mesh, explain: Explain | None = None) -> int:
     """`train` where the ranks have met already.
 
     Raises:
-        TrainingError: the GPU's memory ran out; it names the plan's largest items.
+        TrainingError: the GPU's memory ran out.
     """
     console = Console(first_rank=mesh.is_main)
     try:
@@ -70,16 +75,13 @@ def train_on(config: RunConfig, mesh: Mesh) -> int:
         finally:
             run.close()
     except torch.OutOfMemoryError as error:
-        raise TrainingError(_out_of_memory(config, mesh, error)) from error
-
-
-def _out_of_memory(config: RunConfig, mesh: Mesh, error: torch.OutOfMemoryError) -> str:
-    """What was asked for, and what the plan of the run says takes the memory."""
-    capacity = None
-    if mesh.device.type == "cuda":
-        capacity = torch.cuda.get_device_properties(mesh.device).total_memory
-    plan = explain_out_of_memory(config, mesh.world.size, capacity=capacity)
-    return f"the GPU's memory ran out ({str(error).splitlines()[0]}): {plan}"
+        capacity, why = None, "`fullspan plan` shows what takes it"
+        if mesh.device.type == "cuda":
+            capacity = torch.cuda.get_device_properties(mesh.device).total_memory
+        if explain is not None:
+            why = explain(config, mesh.world.size, capacity)
+        asked = str(error).splitlines()[0]
+        raise TrainingError(f"the GPU's memory ran out ({asked}): {why}") from error
 
 
 class _Run:

@@ -13,6 +13,7 @@ import torch
 from fullspan.cli.main import main
 from fullspan.errors import TrainingError
 from fullspan.planning.report import explain_out_of_memory
+from fullspan.settings import dump_toml
 from fullspan.train.config import load_run_config
 from fullspan.train.loop import train
 from fullspan.train.session import Session
@@ -183,7 +184,7 @@ def test_out_of_memory_without_a_plan_says_why():
     assert line.startswith("no plan of this run can be made (") and "\n" not in line
 
 
-def test_a_run_out_of_memory_points_to_its_plan(tiny_checkpoints, tmp_path, monkeypatch):
+def test_a_run_out_of_memory_points_to_its_plan(tiny_checkpoints, tmp_path, monkeypatch, capsys):
     """What the device says first, then the items of the plan."""
 
     def out_of_memory(self, packs):
@@ -191,10 +192,11 @@ def test_a_run_out_of_memory_points_to_its_plan(tiny_checkpoints, tmp_path, monk
 
     monkeypatch.setattr(Session, "forward_backward", out_of_memory)
     config = run_config(tiny_checkpoints["glm_moe_dsa"], tmp_path, "run")
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError, match=r"2\.00 GiB\.\): `fullspan plan` shows what takes it$"):
         train(config)
-    line = str(caught.value)
+    (tmp_path / "run.toml").write_text(dump_toml(config))
+    assert main(["train", str(tmp_path / "run.toml")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
     assert "Tried to allocate 2.00 GiB.): the plan of this run peaks at" in line
     assert "its largest items: index scores 1.0 GiB (lower ops.workspace_bytes); " in line
     assert line.count(" GiB (") == 4
-    assert "\n" not in line

@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from fullspan.parallel.loopback import Transfer
 from fullspan.planning.case import Case
 from fullspan.planning.measure import Usage
@@ -29,6 +31,13 @@ def test_it_is_set_beside_the_plan() -> None:
     assert row["peak_by_item"]["transient"] == 11 << 30
     planned = row["plan_seconds"]["forward"]["attention"]
     assert re.search(rf"attention +{planned:.3f} +{3 / planned:.2f} ", text)
+    # 4 FLOPs a weight and row: the product and its gradient, in one pass.
+    head = 4 * 154_880 * 6144 * 16_384 / 989e12
+    assert row["floor_seconds"]["forward"]["head"] == pytest.approx(head)
+    for which, parts in row["floor_seconds"].items():
+        assert all(0 < s < row["plan_seconds"][which][part] for part, s in parts.items())
+    floor = row["floor_seconds"]["forward"]["attention"]
+    assert re.search(rf"nominal rates[^§]*attention +{floor:.3f} +{3 / floor:.2f} ", text)
     assert row["seconds_of_loopback"] == 1.0
     assert row["wire"]["all_gather of the latent"] == {"bytes": 3 * 10**9, "seconds": 0.01}
     assert fit_lengths(case, 6) == [13_104, 26_208, 39_320, 52_424, 65_536, 131_072]

@@ -1,5 +1,7 @@
 """What is refused before data or weights are read, and which setting the message names."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,13 @@ def test_a_checkpoint_past_the_last_step(refused, tiny_checkpoints, tmp_path: Pa
     assert train_on(config, Mesh.single(torch.device("cpu"))) == 0
     message = refused(ConfigError, train={"steps": 2}, **constant)
     assert message.startswith("train.steps is 2, but") and "after step 3" in message
+
+
+def test_training_does_not_know_of_planning():
+    """Which knows of it: the command line brings them together."""
+    program = (
+        "import sys; import fullspan.train.launch;"
+        "print([name for name in sys.modules if name.startswith('fullspan.planning')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

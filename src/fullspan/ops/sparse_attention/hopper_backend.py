@@ -12,11 +12,11 @@ has no key. Deterministic. Ids of one row must differ (a top-k's do). Left out: 
 
 import functools
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch.nn.functional import pad
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fullspan.ops.sizes import power_of_2
 from fullspan.ops.sparse_attention import launch
@@ -26,6 +26,7 @@ from fullspan.ops.sparse_attention.kernels_hopper_backward import (
     dquery_kernel,
 )
 from fullspan.ops.sparse_attention.kernels_hopper_forward import forward_kernel, prepare_kernel
+from fullspan.ops.sparse_attention.kernels_hopper_shared import KEYS, TILES, shared_kernel
 from fullspan.ops.sparse_attention.launch import (
     LOG2E,
     Call,
@@ -33,7 +34,6 @@ from fullspan.ops.sparse_attention.launch import (
     launch_direct,
     multiprocessors,
     on_device,
-    union,
 )
 from fullspan.ops.sparse_attention.plan import Chunk
 from fullspan.shapes import Float, Float32, Int32, Tensor
@@ -42,11 +42,6 @@ HEADS = 64  # of a tile
 BLOCK = 64  # keys of a block
 VALUE = 512
 FORWARD_ROWS = 16384  # whose cleaned ids exist at once, at most
-# Of shared keys: those of a block, and the columns of a row in three tiles of 128 + 64. As large as
-# the registers allow, since the loads from L2 bound it: 8.9 bytes for 1000 FLOPs.
-SHARED_KEYS = 256
-COLUMNS = {"BN": 128, "BR": 64, "TILES": 3}
-SHARED_STAGES, SHARED_WARPS = 3, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +106,9 @@ def forward(
     return out[:, :heads].contiguous(), lse[:, :heads].contiguous()
 
 
-def _rows(x: Tensor, columns: int) -> GluonDescriptor:
+def _rows(x: Tensor, columns: int) -> TensorDescriptor:
     """TMA over 64 rows x `columns` of x, its leading dimensions flattened."""
-    return GluonDescriptor.from_tensor(x.view(-1, x.shape[-1]), [64, columns], SWIZZLE_128.value)
-
-
-def _tile(x: Tensor, columns: int) -> TensorDescriptor:
-    """As _rows, for plain Triton."""
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [HEADS, columns])
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [64, columns], SWIZZLE_128.value)
 
 
 class HopperKernels(Kernels):
@@ -129,6 +119,7 @@ class HopperKernels(Kernels):
     heads = HEADS
     slots = BLOCK
     fused = HEADS
+    block = KEYS.value
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
@@ -140,9 +131,7 @@ class HopperKernels(Kernels):
             _rows(query, 128), _rows(query, narrow), _rows(grad, 128), _rows(dquery, 128),
             _rows(dquery, narrow), _rows(call.prob, 64), _rows(call.dscore, 64),
         )  # fmt: skip
-        self.to_union = tuple(
-            _tile(x, COLUMNS[name]) for x in (query, grad) for name in ("BN", "BR")
-        )
+        self.to_shared = tuple(_rows(x, wide) for x in (query, grad) for wide in (128, 64))
 
     def dquery(self, chunk: Chunk) -> None:
         """See launch.Kernels."""
@@ -158,7 +147,19 @@ class HopperKernels(Kernels):
     def partials(self, chunk: Chunk) -> None:
         """See launch.Kernels."""
         call = self.call
-        union(call, chunk, self.to_union, COLUMNS, SHARED_STAGES, SHARED_WARPS)
+        plan, groups = chunk.plan, chunk.groups
+        blocks = plan.slots.shape[1]
+        items = (groups.stop - groups.start) * blocks * TILES.value
+        # No common divisor: each program meets as many of a group's last blocks, which are empty.
+        units = multiprocessors(call.query.device)
+        while gcd(units, blocks * TILES.value) > 1:
+            units -= 1
+        shared_kernel[(min(items, units),)](
+            *self.to_shared, call.prob, call.dscore, plan.slots[groups], plan.shared[groups],
+            plan.active[groups], plan.active_count[groups], call.part, chunk.at, call.step, items,
+            D=call.query.shape[2], HT=self.tiles, TOPK=call.shape.topk, GROUP=GROUP,
+            BLOCKS=blocks, R1=224, R2=56, num_warps=4,
+        )  # fmt: skip
         launch_direct(call, chunk, skip_dense=self.tiles == 1)
 
 

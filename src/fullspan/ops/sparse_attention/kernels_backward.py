@@ -125,7 +125,9 @@ def _partial(
     """
     D: tl.constexpr = DV + DR
     h = tile * HB + tl.arange(0, HB)
-    s, p = _scores(PROB, DSCORE, slots, ok, h, HP)
+    at = slots.to(tl.int64)[:, None] * HP + h[None, :]
+    s = tl.load(DSCORE + at, mask=ok[:, None], other=0.0)
+    p = tl.load(PROB + at, mask=ok[:, None], other=0.0)
     hm = (h < HEADS) | (HEADS % HB == 0)
     cc = c0 + tl.arange(0, BN)
     cm = hm[:, None] & ((cc < DV) | (DV % BN == 0))[None, :]
@@ -145,15 +147,6 @@ def _partial(
 
 @triton.jit
 @no_type_check
-def _scores(PROB, DSCORE, slots, ok, h, HP: tl.constexpr):
-    """dS and P of slots and heads, 0 where not ok."""
-    at = slots.to(tl.int64)[:, None] * HP + h[None, :]
-    s = tl.load(DSCORE + at, mask=ok[:, None], other=0.0)
-    return s, tl.load(PROB + at, mask=ok[:, None], other=0.0)
-
-
-@triton.jit
-@no_type_check
 def _store_columns(acc, PART, slots, ok, c0, D: tl.constexpr, N: tl.constexpr, END: tl.constexpr):
     """Columns c0 .. c0 + N of the partial rows at `slots`, those before END."""
     c = c0 + tl.arange(0, N)
@@ -164,18 +157,17 @@ def _store_columns(acc, PART, slots, ok, c0, D: tl.constexpr, N: tl.constexpr, E
 @triton.jit
 @no_type_check
 def union_kernel(
-    QUERY, QUERY_MORE, GRAD, GRAD_MORE, PROB, DSCORE, SLOTS, SHARED, ACTIVE, ACTIVE_COUNT, PART,
-    row0, step, HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr,
-    HB: tl.constexpr, TOPK: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, TILES: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    QUERY, GRAD, PROB, DSCORE, SLOTS, SHARED, ACTIVE, ACTIVE_COUNT, PART, row0, step,
+    HEADS: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, HP: tl.constexpr, HB: tl.constexpr,
+    TOPK: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BM shared keys of one group x a tile of columns, summed over the group's rows.
+    """BM shared keys of one group x BN value columns (and their share of the rope columns), summed
+    over the group's rows.
 
     Program: (group, block of keys, column tile), the column tile fastest. Blocks past the group's
-    last have no active row. A tile is BN value columns and BR of the rope; with TMA, QUERY to
-    GRAD_MORE are tensor descriptors of BN and BR columns each, and a tile is BN + BR columns of the
-    whole row, whose gradient reads as 0 past the values.
+    last have no active row.
     """
     HT: tl.constexpr = HP // HB
     D: tl.constexpr = DV + DR
@@ -184,8 +176,8 @@ def union_kernel(
     active = tl.load(ACTIVE_COUNT + b)
     if active == 0:
         return
-    c0 = (pid % TILES) * (BN + BR if TMA else BN)
-    r0 = c0 + BN if TMA else DV + (pid % TILES) * BR
+    c0 = (pid % TILES) * BN
+    r0 = DV + (pid % TILES) * BR
     g = b // BLOCKS
     PROB += g.to(tl.int64) * step * HP
     DSCORE += g.to(tl.int64) * step * HP
@@ -195,23 +187,14 @@ def union_kernel(
     for e in tl.range(0, active * HT, num_stages=STAGES):
         i = row0 + g * GROUP + tl.load(ACTIVE + b * GROUP + e // HT)
         slots = tl.load(SLOTS + (b.to(tl.int64) * GROUP + e // HT) * BM + mm)
-        if TMA:
-            h = e % HT * HB + tl.arange(0, HB)
-            s, p = _scores(PROB, DSCORE, slots, slots >= 0, h, HP)
-            row = i * HP + e % HT * HB
-            acc = tl.dot(s, QUERY.load([row, c0]), acc)
-            acr = tl.dot(s, QUERY_MORE.load([row, r0]), acr)
-            acc = tl.dot(p, GRAD.load([row, c0]), acc)
-            acr = tl.dot(p, GRAD_MORE.load([row, r0]), acr)
-        else:
-            acc, acr = _partial(
-                acc, acr, QUERY, GRAD, PROB, DSCORE, i, e % HT, slots, slots >= 0, c0, r0, HEADS,
-                DV, DR, HP, HB, BN, BR, PRECISION,
-            )  # fmt: skip
+        acc, acr = _partial(
+            acc, acr, QUERY, GRAD, PROB, DSCORE, i, e % HT, slots, slots >= 0, c0, r0, HEADS, DV,
+            DR, HP, HB, BN, BR, PRECISION,
+        )  # fmt: skip
     place = (b % BLOCKS) * BM + mm
     ok = place < tl.load(SHARED + g)
     _store_columns(acc, PART, g * GROUP * TOPK + place, ok, c0, D, BN, DV)
-    if TMA or DR > 0:
+    if DR > 0:
         _store_columns(acr, PART, g * GROUP * TOPK + place, ok, r0, D, BR, D)
 
 

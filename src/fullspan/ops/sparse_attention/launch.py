@@ -9,7 +9,7 @@ out: autograd and checks (op.py), the forward pass.
 # pyright: reportCallIssue=false, reportIndexIssue=false
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -314,25 +314,15 @@ def row_products(grad_out: Tensor, out: Tensor) -> Float32[Tensor, "rows heads"]
 
 
 def launch_union(call: Call, chunk: Chunk) -> None:
-    """Partial rows of the shared keys, by pointers."""
-    stages, warps = call.shape.tiles.partial
-    query, grad = call.query, call.grad_out
-    union(call, chunk, (query, query, grad, grad), call.shape.columns(), stages, warps)
-
-
-def union(
-    call: Call, chunk: Chunk, tensors: tuple[Any, ...], columns: Mapping[str, int], stages: int,
-    warps: int,
-) -> None:  # fmt: skip
-    """The launch of union_kernel. tensors: its first four arguments, or TMA over them."""
-    plan, groups = chunk.plan, chunk.groups
-    _, blocks, _, keys = plan.slots.shape
+    """Partial rows of the shared keys."""
+    shape, plan, groups = call.shape, chunk.plan, chunk.groups
+    stages, warps = shape.tiles.partial
+    columns, (_, blocks, _, keys) = shape.columns(), plan.slots.shape
     union_kernel[((groups.stop - groups.start) * blocks * columns["TILES"],)](
-        *tensors, call.prob, call.dscore, plan.slots[groups], plan.shared[groups],
-        plan.active[groups], plan.active_count[groups], call.part, chunk.at, call.step,
-        **call.shape.fixed(), **columns, BLOCKS=blocks, BM=keys,
-        TMA=not isinstance(tensors[0], torch.Tensor), STAGES=stages, num_warps=warps,
-        num_stages=stages,
+        call.query, call.grad_out, call.prob, call.dscore, plan.slots[groups],
+        plan.shared[groups], plan.active[groups], plan.active_count[groups], call.part, chunk.at,
+        call.step, **shape.fixed(), **columns, BLOCKS=blocks, BM=keys, STAGES=stages,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
