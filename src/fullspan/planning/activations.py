@@ -340,8 +340,8 @@ class Layer:
 
     def operands(self, *, down: bool = False) -> int:
         """What a forward product of the experts takes beside its rows and outputs: dequantised
-        weights, or for FP8 products the rounded rows and outputs of padded experts, or weights that
-        are rounded again (ops/expert_products/README.md, Cost)."""
+        weights, or for FP8 products the outputs of padded experts, after whose rounded rows the
+        outputs come, or weights that are rounded again (ops/expert_products/README.md, Cost)."""
         case, model = self.case, self.case.model
         if not case.run.ops.fp8_products:
             return self.dequantised(down=down)
@@ -353,7 +353,8 @@ class Layer:
             again = one * max(1, min(held, case.run.ops.expert_bytes // one))
             return slots * (read + WIDE) + again
         rows = slots + 127 * min(slots, held)
-        return rows * (read + WIDE * read // 128 + made * case.item)
+        rounded, outputs = rows * (read + WIDE * read // 128), slots * made * case.item
+        return rows * made * case.item + max(0, rounded - outputs)
 
     def dequantised(self, *, down: bool = False) -> int:
         """FP8 experts as they are multiplied: as many as ops.expert_bytes holds, at least one

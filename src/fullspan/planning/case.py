@@ -190,11 +190,14 @@ class Case:
 
     @property
     def named_backends(self) -> dict[str, str]:
-        """{kind of work: its backend} where [ops] names one for attention or the indexer."""
+        """{kind of work: its backend} where [ops] names one for attention, the indexer or the FP8
+        products of experts."""
         ops = self.run.ops
         both = ("attention forward", "attention backward")
         kinds = _OPTIONAL_PASS.get(ops.sparse_attention, both)
         named = {**dict.fromkeys(kinds, ops.sparse_attention), "indexer": ops.index_topk}
+        if ops.fp8_products:
+            named["experts fp8"] = ops.expert_products
         return {kind: name for kind, name in named.items() if name != "auto"}
 
     def remakes_outputs(self, layer: int) -> bool:

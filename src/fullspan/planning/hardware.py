@@ -103,7 +103,7 @@ KINDS = (
 )  # fmt: skip
 BY_BYTES = ("elementwise", "permute", "dequantise")
 BY_HOST = ("waits",)
-BACKENDS = ("hopper", "triton")
+BACKENDS = ("hopper", "triton", "deep_gemm")  # whose rates a kind has, the first that has any
 # GPU: (GiB as PyTorch reports them, nominal bf16 FLOPs a second, nominal bytes a second).
 _NOMINAL = {
     "h200": (139.8, 989e12, 4.8e12),

@@ -180,7 +180,7 @@ def _heading(case: Case) -> list[str]:
     adapted = sum(adapter.numel for adapter in case.adapters)
     documents = f"documents of {case.document:,} rows"
     forward = case.run.ops.expert_products
-    products = f"experts  forward products in FP8 ({forward}), not measured: an assumed rate"
+    products = f"experts  forward products in FP8 ({forward}): no step with them was measured"
     return [
         f"model    {Path(case.run.model.path).name} ({model.model_type}): {count / 1e9:.1f}e9 "
         f"parameters, {active_parameters(model) / 1e9:.1f}e9 active; {held}",
@@ -195,11 +195,11 @@ def _heading(case: Case) -> list[str]:
 
 def _stand_ins(plan: Plan) -> Iterator[str]:
     """Where a backend that is named has the figures of another. The indexer's memory is
-    ops.workspace_bytes with every backend."""
+    ops.workspace_bytes with every backend, that of experts is counted for each."""
     for kind, name in plan.case.named_backends.items():
         rated = plan.gpu.rates[kind].backend.removesuffix("_fp8")
         said = [] if rated == name else [f"rated as {rated or 'another backend'}'s"]
-        if kind != "indexer" and name != "hopper":
+        if kind.startswith("attention") and name != "hopper":
             said.append("sized as hopper's")
         if said:
             yield f"assumed  {name}'s {kind} is {' and '.join(said)}"

@@ -203,8 +203,8 @@ def test_fp8_scores_have_rates_of_their_own():
 
 @pytest.mark.parametrize("products", ["deep_gemm", "scaled_grouped_mm"])
 def test_fp8_products_of_the_experts_are_rated_forward(products):
-    """The same FLOPs at an assumed rate, no expert dequantised; the backward pass as it was. Bytes:
-    rows rounded, and outputs moved or weights rounded again."""
+    """The same FLOPs at a rate of their own, no expert dequantised; the backward pass as it was.
+    Bytes: rows rounded, and outputs moved or weights rounded again."""
     name = "glm52_131k_8xh200"
     plain, case = (glm_case(name, "--ops.expert_products", p) for p in ("bf16", products))
     counted = Plan.of(case, gpu("h200")).times().flops
@@ -213,7 +213,8 @@ def test_fp8_products_of_the_experts_are_rated_forward(products):
     )
     assert before["backward"] == after["backward"]
     rate = case.gpu("h200").rates["experts fp8"]
-    assert "assumed" in rate.source and rate.value > case.gpu("h200").rates["experts"].value
+    assert rate.backend == products and rate.source.startswith(f"{products} alone")
+    assert rate.value > case.gpu("h200").rates["experts"].value
     for phase in ("forward", "recompute"):
         old, new = dict(before[phase]), dict(after[phase])
         assert new.pop(("experts", "experts fp8")) == old.pop(("experts", "experts"))
@@ -232,15 +233,20 @@ def test_fp8_products_of_the_experts_are_rated_forward(products):
         assert not new
 
 
-def test_a_plan_says_that_fp8_products_are_assumed():
+def test_a_plan_says_how_fp8_products_are_rated():
     case = glm_case("glm52_131k_8xh200", "--ops.expert_products", "deep_gemm")
     rows = case.busiest_chunk_slots + 127 * 32
     for down, read, made in ((False, 6144, 4096), (True, 2048, 6144)):
-        taken = rows * (read + read // 32 + 2 * made)
+        outputs = 2 * made * case.busiest_chunk_slots
+        taken = max(rows * (read + read // 32 + 2 * made), 2 * made * rows + outputs) - outputs
         assert Layer.all(case)[-1].operands(down=down) == taken
         assert taken < 1.3 * case.run.ops.expert_bytes / 4 + 6e7
     text = plan_text(Plan.of(case, case.gpu("h200")))
-    assert "experts  forward products in FP8 (deep_gemm), not measured: an assumed rate" in text
+    assert "experts  forward products in FP8 (deep_gemm): no step with them was measured" in text
+    assert "deep_gemm alone" in text and "rated as" not in text
+    other = glm_case("glm52_131k_8xh200", "--ops.expert_products", "reference")
+    text = plan_text(Plan.of(other, other.gpu("h200")))
+    assert "assumed  reference's experts fp8 is rated as deep_gemm's\n" in text
     plain = glm_case()
     assert "experts fp8" not in plan_text(Plan.of(plain, plain.gpu("h200")))
 
