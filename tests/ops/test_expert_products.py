@@ -317,11 +317,11 @@ def test_a_package_that_does_not_load_is_one_line(hopper, tmp_path, broken):
 @pytest.mark.parametrize("counts", [[300, 0, 1, 128, 0, 77], [0, 5, 0], [1000] * 8], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu_as_the_reference(name, counts):
-    """Both round the same operands to the same bits. Hopper's FP8 tensor cores keep 13 bits behind
-    the point of a sum over 128 columns (arXiv 2412.19437, section 3.5.2), so a sum that is 2^-13
-    off takes another bf16 value, 2^-7.5 away, once in 2^5.5: a norm of 2^-10.25, 8e-4. A scale that
-    is one bit off costs 2e-3 of `deep_gemm` and 4.4e-3 of the other, whose second rounding of
-    weights has ties."""
+    """Both round the same operands to the same bits. Hopper's FP8 tensor cores keep 14 bits of what
+    they add over 128 columns (arXiv 2412.19437, section 3.5.2; then float32 without fast sums), and
+    a sum that is 2^-13 off becomes another bf16, 2^-7.5 away, once in 2^5.5: a norm of 2^-10.25, or
+    8e-4. Scales that are one bit off cost `deep_gemm` 2e-3 and the other, whose second rounding of
+    weights has ties, 4.4e-3."""
     if refusal := backend.BACKENDS["expert_products"][name](GPU, torch.bfloat16, {}):
         pytest.skip(refusal)
     x, *_ = given = case_of(counts, out=512, width=2048, device="cuda")

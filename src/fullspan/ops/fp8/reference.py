@@ -82,7 +82,7 @@ def _scales(strip: Tensor, block: tuple[int, int], *, power_of_two: bool) -> Ten
     padded = strip.new_zeros(rows * block[0], cols * block[1], dtype=torch.float32)
     padded[: strip.shape[0], : strip.shape[1]] = strip.abs()
     largest = padded.unflatten(1, (cols, block[1])).unflatten(0, (rows, block[0])).amax((1, 3))
-    # By a tensor: a number on the host, PyTorch on a GPU multiplies by its rounded reciprocal. Normal
+    # By a tensor: for a number PyTorch on a GPU multiplies by its rounded reciprocal. Normal
     # numbers only: the reciprocal of a smaller one is infinite.
     scale = (largest / largest.new_full((), E4M3_MAX)).clamp_(min=torch.finfo(torch.float32).tiny)
     if power_of_two:
