@@ -245,6 +245,7 @@ def test_a_plan_says_how_fp8_products_are_rated():
     assert "experts  forward products in FP8 (deep_gemm): no step with them was measured" in text
     assert "deep_gemm alone" in text and "rated as" not in text
     other = glm_case("glm52_131k_8xh200", "--ops.expert_products", "reference")
+    assert other.gpu("h200").rates["experts fp8"] == case.gpu("h200").rates["experts fp8"]
     text = plan_text(Plan.of(other, other.gpu("h200")))
     assert "assumed  reference's experts fp8 is rated as deep_gemm's\n" in text
     plain = glm_case()
