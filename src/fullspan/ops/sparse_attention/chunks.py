@@ -19,7 +19,8 @@ GROUP = 16  # neighbouring rows whose common keys are summed together; a bit of 
 BLOCK = 128  # shared keys of one block, where a backend does not say otherwise
 MOST_ROWS = 16384  # of a chunk: a plan word counts 15 bits of partial rows a key
 SPAN_ROWS = 512  # of a span at least: enough for the products of its rows
-PLAN_ROWS = 264 * GROUP  # of a block at least: two groups for each multiprocessor of an H200
+PLAN_ROWS = 264 * GROUP  # of a block at least: two groups for each multiprocessor of an H200,
+PLAN_SHARE = 16  # unless their plan takes more than 1 / this of the budget
 KEPT_SHARE = 4  # plans are kept for the next layer where all of a selection's take 1 / this at most
 SLACK = 1.05  # how much slower than the best a chunk may be that needs less memory
 TAIL = 0.2  # of a round over the multiprocessors, lost at the end of every chunk
@@ -105,7 +106,8 @@ class Sizes:
         """With so many rows a chunk; a span and a plan being made take a quarter of the budget."""
         least = min(SPAN_ROWS, budget // 4 // self.span_bytes) if self.beside else PLAN_ROWS
         span = min(rows, max(1, -(-least // chunk)) * chunk)
-        least = min(PLAN_ROWS, budget // 4 // self.table_bytes)
+        table, plan = budget // 4 // self.table_bytes, budget // PLAN_SHARE // self.plan_bytes
+        least = min(PLAN_ROWS, table, plan)
         return Rows(chunk, span, min(rows, max(1, -(-least // span)) * span))
 
     def held(self, chosen: Rows, rows: int, budget: int) -> int:

@@ -4,9 +4,9 @@ delta_kernel: row sums of out * grad_out. dquery_kernel: gradient of the query; 
 one row of heads per (row, slot). union_kernel and direct_kernel: partial rows of dKV, as the plan
 (kernels_plan.py) says; P and dS of each group lie `step` rows further than the slots of the groups
 before it have them. segment_kernel: adds the partial rows of each key in the order of the plan.
-Left out: launching (triton_backend.py) and the Hopper versions of dquery and of the partial rows
-(kernels_hopper_backward.py). Kernels carry `no_type_check` so that import hooks which wrap
-annotated functions leave them to Triton.
+Left out: launching (triton_backend.py), the Hopper versions of dquery (kernels_hopper_backward.py)
+and of the shared keys' partial rows (kernels_hopper_shared.py). Kernels carry `no_type_check` so
+that import hooks which wrap annotated functions leave them to Triton.
 """
 
 from typing import no_type_check
