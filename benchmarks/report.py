@@ -21,7 +21,7 @@ MEASURED = {
     "ms_min", "ms_max", "tokens_per_second_per_rank", "exchange_ms", "loopback_ms", "rehearsed_ms",
     "rehearsed_peak_bytes", "loss", "loss_difference", "logits_difference", "gradients_difference",
     "topk_difference", "bits_difference", "judged", "passed", "planned_ms", "planned_bytes",
-    "host_bytes", "r2", "foretold_bytes", "fullspan", "seconds", "floor",
+    "host_bytes", "r2", "foretold_bytes", "fullspan", "seconds", "floor", "error",
 }  # fmt: skip
 # Of rates.py.
 KINDS = (
@@ -43,6 +43,7 @@ COLUMNS = {
     ),
     "index top-k": ("backend", "rows", "keys", "heads", "topk", "ranges", "workspace_gib"),
     "one attention layer of GLM-5.2, forward and backward": ("backend", "rows"),
+    "products of the routed experts, forward": ("backend", "experts", "slots", "inner", "out"),
     "several ranks: parity with one rank": (*RANKS, "partition", "tokens", "product_rows"),
     "several ranks: a step": (*RANKS, "tokens", "rows"),
     "several ranks: a rank and its rehearsal": (*RANKS, "tokens", "rank"),
@@ -57,6 +58,7 @@ TITLES = {
     "plan": "sparse attention",
     "index_topk": "index top-k",
     "attention_layer": "one attention layer of GLM-5.2, forward and backward",
+    "expert_product": "products of the routed experts, forward",
     "multi_gpu_parity": "several ranks: parity with one rank",
     "multi_gpu_step": "several ranks: a step",
     "multi_gpu_rehearsal": "several ranks: a rank and its rehearsal",
@@ -202,10 +204,21 @@ def full_size_cells(row: Row) -> Cells:
 def part_cells(row: Row) -> Cells:
     """Seconds of each pass, then how many times the floor: work at the GPU's nominal rates."""
     pairs = {which: (row["seconds"][which], floor) for which, floor in row["floor"].items()}
-    pairs["all"] = sum(row["seconds"].values()), sum(row["floor"].values())
+    # Of passes that were measured: a norm's backward pass is in the part that runs before it.
+    pairs["all"] = sum(s for s, _ in pairs.values()), sum(floor for s, floor in pairs.values() if s)
     return {
         which: f"{s:.2f} ({s / floor:.1f}x)" if s and floor else ""
         for which, (s, floor) in pairs.items()
+    }
+
+
+def product_cells(row: Row) -> Cells:
+    """From rows in bfloat16 and weights in e4m3 on; error against float32 products."""
+    return {
+        "ms": f"{row['ms']:.2f}",
+        "TFLOP/s": f"{row['tflops']:.0f}",
+        "error": f"{100 * row['error']:.2f} %",
+        "peak MiB": f"{row['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in row else "",
     }
 
 
@@ -217,6 +230,7 @@ def rate_cells(row: Row) -> Cells:
 
 CELLS = {
     "rehearsal": full_size_cells,
+    "expert_product": product_cells,
     "rehearsal_part": part_cells,
     **dict.fromkeys(KINDS, rate_cells),
     "multi_gpu_parity": parity_cells,

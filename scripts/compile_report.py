@@ -108,8 +108,10 @@ def kernels() -> Iterator[Entry]:
     types |= dict.fromkeys(("PROB", "DSCORE", "PART"), BF16)
     types |= dict.fromkeys(("SLOTS", "SHARED", "ACTIVE", "ACTIVE_COUNT"), INT32)
     types |= dict.fromkeys(("row0", "step", "items"), "i32")
-    fixed = {"D": 576, "HT": 1, "TOPK": 2048, "GROUP": 16, "BLOCKS": 12, "R1": 224, "R2": 56}
-    yield "shared keys", shared.shared_kernel, types, fixed, {}
+    fixed = {"TOPK": 2048, "GROUP": 16, "BLOCKS": 12, "R1": 224, "R2": 56}
+    for name, width, heads in (("", 576, 1), (" 128", 576, 2), (" 512", 512, 1)):
+        own = fixed | {"D": width, "HT": heads}
+        yield f"shared keys{name}", shared.shared_kernel, types, own, {}
     yield from score_kernels()
 
 

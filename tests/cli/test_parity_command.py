@@ -187,11 +187,17 @@ class SumsByRows(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.mm.default and args[0].shape[0] > 100:
-            half = args[0].shape[1] // 2
-            left, right = args[0].float().tensor_split([half], dim=1)
-            above, below = args[1].float().tensor_split([half], dim=0)
-            return (left @ above + right @ below).to(args[0].dtype)
+            return self.summed(*args).to(args[0].dtype)
+        if func is torch.ops.aten.addmm.out and args[1].shape[0] > 100:
+            return kwargs["out"].copy_(args[0].float() + self.summed(*args[1:]))
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def summed(first, second):
+        half = first.shape[1] // 2
+        left, right = first.float().tensor_split([half], dim=1)
+        above, below = second.float().tensor_split([half], dim=0)
+        return left @ above + right @ below
 
 
 def test_equal_rows_tell_rounding_from_a_mistake(folder, monkeypatch):
@@ -226,6 +232,24 @@ def test_row_blocks_change_no_value():
             [same] = torch.autograd.grad(got.square().sum(), weight)
         torch.testing.assert_close(got, wanted)
         torch.testing.assert_close(same, gradient)
+
+
+def test_row_blocks_cut_products_that_are_added():
+    """Those of adapters: no product of more than 8 rows is left."""
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.addmm.out:
+                seen.append(args[1].shape[0])
+            return func(*args, **(kwargs or {}))
+
+    rows, out, weight = torch.randn(24, 3), torch.randn(24, 7), torch.randn(3, 7)
+    wanted = out + rows @ weight
+    with Seen(), RowBlocks(8):
+        assert torch.addmm(out, rows, weight, out=out) is out
+    torch.testing.assert_close(out, wanted)
+    assert seen == [8, 8, 8]
 
 
 def test_common_rows_divide_every_run_of_rows():

@@ -73,7 +73,7 @@ def test_rows_are_spread_over_padded_experts(counts, width):
 
 
 def test_padding_is_not_written(monkeypatch):
-    """Memory comes filled, and the values of padding stay so: nothing reads them either."""
+    """Memory comes filled, and the values of padding stay so; no output of theirs is read."""
     fresh = torch.Tensor.new_empty
 
     def filled(like, *size, **given):

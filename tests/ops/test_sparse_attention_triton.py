@@ -111,7 +111,8 @@ def test_direct_and_shared_keys_and_chunks(monkeypatch):
     check(case, 2e-6, plan=chunked, chunk=16)
 
 
-def test_the_plan_lists_every_pair_once(monkeypatch):
+@pytest.mark.parametrize("block", [128, 256])
+def test_the_plan_lists_every_pair_once(monkeypatch, block):
     """Each key's partial rows, shared or direct, stand for exactly the (row, slot) pairs that chose
     it, chunk by chunk.
     """
@@ -129,7 +130,7 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
         device=DEVICE,
     )
     sizes = triton_backend.sizes(case.query.device, torch.float32, (1, 16, topk), 16, pack, 0)
-    plan = plans.build_plan(case.ids, case.counts, sizes, chunk)
+    plan = plans.build_plan(case.ids, case.counts, dataclasses.replace(sizes, block=block), chunk)
     kinds = set()
     halves = [(plan.part(slice(0, 32), chunk), 0), (plan.part(slice(32, rows), chunk), 32)]
     parts = [(plan, 0), *halves]  # a plan, and the same in two spans
@@ -156,9 +157,9 @@ def test_the_plan_lists_every_pair_once(monkeypatch):
                     pairs.append(direct.pop(entry))
                     continue
                 group, place = leaders[entry]
-                block, column = divmod(place, sizing.BLOCK)
-                active = plan.active[group, block, : int(plan.active_count[group, block])].tolist()
-                slots = plan.slots[group, block, :, column].tolist()
+                n, column = divmod(place, block)
+                active = plan.active[group, n, : int(plan.active_count[group, n])].tolist()
+                slots = plan.slots[group, n, :, column].tolist()
                 assert all(slot < 0 for slot in slots[len(active) :])
                 held = [(row, slot) for row, slot in zip(active, slots) if slot >= 0]
                 base = group * sizing.GROUP - part.at
@@ -303,6 +304,11 @@ def test_chunks_fit_the_workspace():
                 kept = sizes.kept_bytes(rows, chunk)
                 held += kept if kept <= gib << 28 else sizes.kept_bytes(block, chunk)
                 assert held <= gib << 30
+    # Offsets of P and dS are int32 in kernels_hopper_shared.py.
+    far = sizing.Sizes(
+        topk=4096, pack=1 << 26, qk=576, heads=128, itemsize=2, units=132, tiles=2, block=256
+    )
+    assert sizing.choose_rows(far, 16384, 1 << 42).chunk * 4096 * 128 < 2**31
     little = sizing.Sizes(topk=2048, pack=8192, qk=576, heads=64, itemsize=2, units=132)
     assert sizing.choose_rows(little, 8192, 64 << 30).chunk < 800
     with pytest.raises(

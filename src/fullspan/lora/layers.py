@@ -62,12 +62,12 @@ class LoRALinear(LoRAModule[Linear]):
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         rows = x.reshape(-1, x.shape[-1])
         out = _LoRALinear.apply(rows, self.lora_a, self.lora_b, self.scale, *self.base.frozen)
-        return out.unflatten(0, x.shape[:-1])
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class _LoRALinear(torch.autograd.Function):
-    """Both products as one function: the adapter's adds to what the base's wrote, forward and to
-    the gradient of x, where autograd would make whole tensors and add them."""
+    """Both products in one autograd function. The adapter's is added in place to the base's output,
+    and likewise in the gradient of x; autograd would make a tensor of each and add them."""
 
     @staticmethod
     def forward(

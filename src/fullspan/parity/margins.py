@@ -61,7 +61,8 @@ def margin(
     differs: Tensor,
     rows: Int64[Tensor, "rows"],
 ) -> Margin | None:
-    """Of the first local row that `differs`; None where there is none or it chose every key.
+    """Of the first local row that `differs`; None where there is none, it chose every key, or index
+    scores are FP8.
 
     given: what the indexer's forward got, to which it gave `selection`. differs: bool [rows]. rows:
     places of the local rows in the pack. Entered by every rank of the sequence.

@@ -39,9 +39,18 @@ class RowBlocks(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is _aten.addmm.out and not args[1].shape[0] % self.rows:
+            return self._added(*args, **(kwargs or {}))
         dim = _PRODUCTS.get(func)
         if dim is None or args[0].shape[dim] <= self.rows or args[0].shape[dim] % self.rows:
             return func(*args, **(kwargs or {}))
         first, *others = args
         parts: list[Tensor] = [func(part, *others) for part in first.split(self.rows, dim)]
         return torch.cat(parts, dim)
+
+    def _added(self, given: Tensor, first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
+        """A product that is added to a tensor, written into one (lora/layers.py)."""
+        parts = (tensor.split(self.rows) for tensor in (given, first, out))
+        for part, rows, into in zip(*parts, strict=True):
+            torch.addmm(part, rows, second, out=into)
+        return out

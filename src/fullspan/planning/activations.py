@@ -307,6 +307,7 @@ class Layer:
             topk=model.index_topk, pack=case.pack, qk=latent + rope, heads=64 * tiles,
             itemsize=case.item, units=132, tiles=tiles, fused=tiles == 1 and case.item != WIDE,
             beside=heads * (3 * latent + 2 * rope) * case.item,
+            block=256,  # KEYS of kernels_hopper_shared.py
         )  # fmt: skip
 
     @cached_property

@@ -57,11 +57,14 @@ class Gpu:
     rates: Mapping[str, Rate]
 
     def nominal(self) -> "Gpu":
-        """With nominal rates: no work takes less time. FP8 products are twice as fast as those in
-        bf16, float32 ones are three of them (models/common/linear.py), and the host is free."""
+        """With nominal rates: no work takes less time. FP8 products (of experts, of index scores by
+        ops.index_scores) are twice as fast as those in bf16, float32 ones are three of them
+        (models/common/linear.py), and the host is free."""
+        scores = 2 if self.rates["indexer"].backend.endswith("_fp8") else 1
         rates = dict.fromkeys(KINDS, self.peak) | dict.fromkeys(BY_BYTES, self.bandwidth)
         rates |= dict.fromkeys(BY_HOST, math.inf)
         rates |= {"experts fp8": 2 * self.peak, "float32": self.peak / 3}
+        rates["indexer"] = scores * self.peak
         return replace(self, rates={kind: Rate(rate, "nominal") for kind, rate in rates.items()})
 
 

@@ -219,7 +219,9 @@ def _beside(found: Rehearsal, wanted: Mapping[str, Mapping[str, float]]) -> Iter
     rows["all"] = [_added(column) for column in zip(*rows.values(), strict=True)]
     for part, pairs in rows.items():
         cells = []
-        for plan, measured in (*pairs, _added(pairs)):
+        # Over the passes that were measured: others have their time in the part that ran before.
+        known = _added([pair for pair in pairs if pair[1]])
+        for plan, measured in (*pairs, known):
             cells += [_seconds_cell(plan), f"{measured / plan:.2f}" if plan and measured else "-"]
         yield part, *cells
 

@@ -195,7 +195,8 @@ def _heading(case: Case) -> list[str]:
 
 def _stand_ins(plan: Plan) -> Iterator[str]:
     """Where a backend that is named has the figures of another. The indexer's memory is
-    ops.workspace_bytes with every backend, that of experts is counted for each."""
+    ops.workspace_bytes with every backend, that of experts is counted for each, and for `reference`
+    as deep_gemm's."""
     for kind, name in plan.case.named_backends.items():
         rated = plan.gpu.rates[kind].backend.removesuffix("_fp8")
         said = [] if rated == name else [f"rated as {rated or 'another backend'}'s"]

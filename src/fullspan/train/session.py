@@ -346,15 +346,14 @@ class Session:
         if not packs:
             raise DataError(f"{step}: forward_backward got no packs; a step needs at least one")
         trained = sum(pack.trained_tokens for pack in packs)
-        count, what = trained, "trained token"
+        count, what = trained, "no trained token"
         if isinstance(loss_fn, Loss):
             count = sum(loss_fn.count(pack) for pack in packs)
-            what = f"trained token that {type(loss_fn).__name__} counts"
+            what = f"{type(loss_fn).__name__} counts none of {trained} trained tokens"
         if not count:
             raise DataError(
-                f"{step}: no {what} in its {len(packs)} pack(s), of {trained} trained tokens in "
-                "all, so the loss has nothing to be divided by: leave the step out, or give its "
-                "packs together with others"
+                f"{step}: {what} in its {len(packs)} pack(s), so the loss has nothing to be "
+                "divided by: leave the step out, or give its packs together with others"
             )
         return count
 

@@ -46,9 +46,19 @@ def _same(module, x, out, wanted):
     assert not module.base.weight.requires_grad
 
 
-def test_linear():
-    module, x = _wrap(LoRALinear, Linear(6, 5)), _random(7, 6)
+@pytest.mark.parametrize("shape", [(7, 6), (2, 3, 6), (0, 6), (2, 0, 6), (6,)])
+def test_linear(shape):
+    module, x = _wrap(LoRALinear, Linear(6, 5)), _random(*shape)
     _same(module, x, module(x), x @ _dense(module).t())
+
+
+def test_linear_twice_and_without_a_gradient_of_its_input():
+    module, x = _wrap(LoRALinear, Linear(6, 6)), _random(7, 6).detach()
+    leaves = (module.lora_a, module.lora_b)
+    got = torch.autograd.grad(module(module(x)).square().sum(), leaves)
+    dense = _dense(module).t()
+    wanted = torch.autograd.grad((x @ dense @ dense).square().sum(), leaves)
+    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 9, 0, 0], [0, 0, 0, 0]])

@@ -38,6 +38,7 @@ def check_weight(
         name, shape: of a model's tensor [experts, out, in].
         block: rows and columns that share a scale; None for a weight that is not FP8.
         parts: equal parts of the rows in each of which blocks begin anew.
+        products: ops.expert_products.
 
     Raises:
         ConfigError: they are not FP8, or their blocks are not whole ones of 128 x 128.

@@ -63,8 +63,8 @@ class Sizes:
     @property
     def blocks(self) -> int:
         """Blocks of shared keys that a group may have. With more than 3 / 4 of the possible keys
-        each is shared by so few rows that little is won, and every block costs a program, used or
-        not.
+        each is shared by so few rows that little is won, and in `triton` every block costs a
+        program, used or not.
         """
         return max(1, self.width * 3 // (4 * self.block))
 
@@ -103,7 +103,8 @@ class Sizes:
         return self.kept_bytes(rows, chunk) <= budget // KEPT_SHARE
 
     def rows(self, chunk: int, rows: int, budget: int) -> Rows:
-        """With so many rows a chunk; a span and a plan being made take a quarter of the budget."""
+        """With so many rows a chunk. A span, and the table of a plan being made, take a quarter of
+        the budget, the plan itself a PLAN_SHARE-th, before they are rounded up."""
         least = min(SPAN_ROWS, budget // 4 // self.span_bytes) if self.beside else PLAN_ROWS
         span = min(rows, max(1, -(-least // chunk)) * chunk)
         table, plan = budget // 4 // self.table_bytes, budget // PLAN_SHARE // self.plan_bytes

@@ -8,11 +8,10 @@ leave as rows of heads, one per (row, slot), by TMA. With FUSE they do not leave
 are in shared memory, so both warpgroups make the partial rows of dKV of their columns from them.
 Ids come from kernels_hopper_forward.prepare_kernel, so only selected keys are fetched. Widths: 512
 value columns, with or without 64 rope columns. `t >> 20` is a zero that the compiler does not know:
-matrix descriptors are then neither hoisted nor spilled. Left out: the partial rows of
-shared keys (kernels_hopper_shared.py), the direct ones and the sum of all (kernels_backward.py
-serves both backends), launching (hopper_backend.py).
-Kernels carry `no_type_check` so that import hooks which wrap annotated functions leave them to
-Triton.
+matrix descriptors are then neither hoisted nor spilled. Left out: the partial rows of shared keys
+(kernels_hopper_shared.py), the direct ones and the sum of all (kernels_backward.py serves both
+backends), launching (hopper_backend.py). Kernels carry `no_type_check` so that import hooks which
+wrap annotated functions leave them to Triton.
 """
 
 from typing import no_type_check
