@@ -230,8 +230,8 @@ def test_weights_that_are_all_zero_are_refused(session, packs):
     weighted = packs["weighted"]
     zeros = replace(weighted, weights=torch.zeros(ROWS))
     trained = weighted.trained_tokens
-    words = r"step 1: WeightedTokens counts none of \d+ trained tokens in its 2 pack\(s\), so"
-    with pytest.raises(DataError, match=f"{words} {2 * trained} trained tokens"):
+    words = rf"step 1: WeightedTokens counts none of {2 * trained} trained tokens in its 2 pack"
+    with pytest.raises(DataError, match=words):
         session.forward_backward([zeros, zeros], WeightedTokens())
     alone = step(session, weighted, WeightedTokens())["loss"]
     assert session.forward_backward([zeros, weighted], WeightedTokens()).loss == alone
