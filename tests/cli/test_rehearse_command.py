@@ -1,10 +1,12 @@
 """`fullspan rehearse` from the command line, on a config.json alone."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from fullspan.checkpoint.tiny import init_tiny
 from fullspan.cli.main import main
@@ -96,6 +98,8 @@ def _check_peaks(found) -> None:
     [
         (["--rank", "2"], "rank 2 of 2: ranks are 0 to 1"),
         (["--fit", "0", "--plot", "x.png"], "--plot draws the fit, but --fit is 0"),
+        (["--fit", "-1"], "--fit is -1; it is a number of lengths, 0 for no fit"),
+        (["--json", "nowhere/x.json"], "nowhere/x.json cannot be written: there is no folder"),
         (["--fit", "200"], "200 lengths that are multiples of 2 do not fit"),
         (["--steps", "0"], "--steps is 0: it must be at least 1"),
         (["--parallel.cp", "0"], "say how many ranks there are with --world"),
@@ -105,3 +109,14 @@ def _check_peaks(found) -> None:
 def test_mistakes_are_one_line(config, capsys, words, message) -> None:
     assert main(["rehearse", str(config), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_a_rank_that_this_machine_has_no_memory_for_is_refused_before_it_loads(capsys) -> None:
+    """One of GLM-5.2's two ranks: 400 GB of weights."""
+    configs = Path(__file__).parents[2] / "configs"
+    words = ["--model.path", str(configs / "models/glm-5.2"), "--parallel.cp", "2"]
+    run = ["rehearse", str(configs / "glm52_131k_8xh200.toml"), *words, "--parallel.ep", "2"]
+    assert main([*run, "--fit", "0"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"rank 1 of 2 takes [\d.]+ GiB by its plan; there is no GPU here", said)

@@ -11,7 +11,7 @@ def add_parser(subparsers: Any) -> None:
         "init-tiny",
         help="write a tiny random checkpoint to try everything on",
         description="Write a tiny random checkpoint: config, sharded weights, tokenizer, chat "
-        "template. It loads like a released one, here and in transformers.",
+        "template. It loads like a released one, here and, unless it is FP8, in transformers.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write")

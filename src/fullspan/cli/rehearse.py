@@ -56,6 +56,11 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         raise LaunchError("rehearse is one process: run it without torchrun")
     config = load_run_config(args.config, args.overrides)
+    for path in filter(None, (args.json, args.plot)):
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+    if args.fit < 0:
+        raise ConfigError(f"--fit is {args.fit}; it is a number of lengths, 0 for no fit")
     if args.plot is not None and not (args.fit or args.lengths):
         raise ConfigError("--plot draws the fit, but --fit is 0")
 

@@ -11,12 +11,14 @@ from typing import Any
 
 from fullspan.errors import ConfigError
 from fullspan.models.dsa.config import DsaConfig
-from fullspan.planning.hardware import BACKENDS, Gpu, Links, Shape, gpu
+from fullspan.planning.hardware import BACKENDS, HOPPER, Gpu, Links, Shape, gpu
 from fullspan.planning.model_cost import Adapter, WeightFormat, Work, adapters
 from fullspan.train.config import RunConfig
 
 # Backends of ops.sparse_attention that bring one pass (ops/backend.py).
 _OPTIONAL_PASS = {"flash_mla": ("attention forward",), "cudnn": ("attention backward",)}
+# Backends that run on sm_90 alone (ops/backend.py).
+_HOPPER_ONLY = ("hopper", "flash_mla", "cudnn", "deep_gemm", "scaled_grouped_mm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,17 @@ class Case:
         return adapters(self.model, self.run.lora)
 
     def gpu(self, name: str, folder: Path | None = None) -> Gpu:
-        """A known GPU with the rates that fit this run, see hardware.gpu."""
+        """A known GPU with the rates that fit this run, see hardware.gpu. ConfigError: [ops] names
+        a backend that does not run on it.
+        """
+        hopper = name.lower() in HOPPER
+        for kind, backend in self.named_backends.items():
+            if backend in _HOPPER_ONLY and not hopper:
+                raise ConfigError(
+                    f"[ops] names {backend!r} for {kind}, which runs on {' and '.join(HOPPER)}, "
+                    f'not on {name}: set it to "auto" (expert_products: "bf16"), or plan for '
+                    "another GPU"
+                )
         model = self.model
         attention = {
             "heads": model.num_attention_heads,
@@ -179,9 +191,9 @@ class Case:
             "attention backward": ops.attention_bytes,
             "indexer": ops.workspace_bytes,
         }
-        backends: dict[str, tuple[str, ...]] = {
-            kind: (name, *BACKENDS) for kind, name in self.named_backends.items()
-        }
+        usual = BACKENDS if hopper else BACKENDS[::-1]
+        backends: dict[str, tuple[str, ...]] = dict.fromkeys(widths, usual)
+        backends |= {kind: (name, *usual) for kind, name in self.named_backends.items()}
         if ops.index_scores == "fp8":
             names = backends.get("indexer", BACKENDS)
             backends["indexer"] = tuple(f"{name}_fp8" for name in names)

@@ -114,6 +114,7 @@ _NOMINAL = {
     "b200": (178.4, 2250e12, 8.0e12),
 }
 NAMES = tuple(_NOMINAL)
+HOPPER = ("h200", "h100")  # whose kernels of ops/*/kernels_hopper*.py run nowhere else
 
 
 def gpu(name: str, shape: Shape | None = None, folder: Path | None = None) -> Gpu:
@@ -124,6 +125,7 @@ def gpu(name: str, shape: Shape | None = None, folder: Path | None = None) -> Gp
         ConfigError: an unknown GPU (it lists the known ones), no rows in the folder, or a line that
             is none.
     """
+    name = name.lower()
     if name not in _NOMINAL:
         raise ConfigError(f"no figures for a GPU {name!r}: known are {', '.join(_NOMINAL)}")
     gib, peak, bandwidth = _NOMINAL[name]

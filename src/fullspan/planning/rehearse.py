@@ -8,6 +8,7 @@ docs/rehearsal.md says what is real in it and what is not.
 A rehearsed step is one pack of this rank and an optimizer step, whatever train.accumulation is.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,8 @@ def rehearse(
     """
     case = Case.load(config, world=options.world, assumed=options.assumed)
     rank = case.world - 1 if options.rank is None else options.rank
+    if device.type == "cpu":
+        _check_host(case, rank)
     stage = Stage(case, rank, device)
     try:
         return stage.play(options, say)
@@ -149,6 +152,18 @@ def rehearse(
             f"rank {rank} of {case.world} runs out of memory while {stage.doing}: {plan}; "
             f"PyTorch: {str(error).splitlines()[0]}"
         ) from None
+
+
+def _check_host(case: Case, rank: int) -> None:
+    """Refuse what a machine without a GPU has no memory for: loading it would take all of it."""
+    needed = allocated_bytes(Memory.of(case).peak)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > total:
+        raise BackendError(
+            f"rank {rank} of {case.world} takes {needed / 2**30:.1f} GiB by its plan; there is no "
+            f"GPU here, and this machine has {total / 2**30:.1f} GiB of memory: rehearse it on a "
+            "GPU, or a smaller model"
+        )
 
 
 class Stage:

@@ -278,6 +278,23 @@ def test_other_gpus_are_scaled_and_say_so():
     assert h100.rates["experts"].value == h200.rates["experts"].value
     copied = h200.rates["elementwise"].value * 3.35 / 4.8
     assert h100.rates["elementwise"].value == pytest.approx(copied)
-    assert "ratio of nominal peaks" in gpu("b200").rates["experts"].source
+    assert "ratio of nominal peaks" in gpu("B200").rates["experts"].source
     with pytest.raises(ConfigError, match="known are h200, h100, b200"):
         gpu("a100")
+
+
+def test_kernels_for_hopper_are_planned_where_they_run():
+    """Elsewhere the plain ones are taken, and a named one is refused."""
+    rates = glm_case().gpu("b200").rates
+    kinds = ("attention forward", "attention backward", "indexer")
+    assert {rates[kind].backend for kind in kinds} == {"triton"}
+    assert {glm_case().gpu("h100").rates[kind].backend for kind in kinds} == {"hopper"}
+    for words, backend in (
+        (("--ops.sparse_attention", "hopper"), "hopper"),
+        (("--ops.sparse_attention", "cudnn"), "cudnn"),
+        (("--ops.expert_products", "deep_gemm"), "deep_gemm"),
+    ):
+        case = glm_case("glm52_131k_8xh200", *words)
+        assert case.gpu("h100")
+        with pytest.raises(ConfigError, match=rf"names '{backend}' for .* not on b200"):
+            case.gpu("b200")
