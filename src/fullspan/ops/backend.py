@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fullspan.errors import BackendError
-from fullspan.ops.options import OpOptions
+from fullspan.ops.options import OPTIONAL, OpOptions
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ Check = Callable[[torch.device, torch.dtype, Widths], str | None]
 GLUON_TRITON = "3.6"
 E4M3 = torch.float8_e4m3fn
 MOST_TOPK = 4096  # keys of a row that the Triton kernels hold in registers
-# Kernels of others, in packages of their own, and what rounds otherwise: never by "auto".
-OPTIONAL = ("flash_mla", "cudnn", "deep_gemm", "scaled_grouped_mm")
 UNREPEATABLE = ("sparse_attention", "cudnn")
 _FORWARD = ": forward and recompute in FP8, rows rounded to e4m3; gradients as in bf16"
 NOTES = {

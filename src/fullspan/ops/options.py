@@ -16,6 +16,10 @@ BACKEND_NAMES = {
     "expert_products": ("bf16", "reference", "deep_gemm", "scaled_grouped_mm"),
 }
 
+# Kernels of others, in packages of their own, and what rounds otherwise: never by "auto", and on
+# Hopper alone.
+OPTIONAL = ("flash_mla", "cudnn", "deep_gemm", "scaled_grouped_mm")
+
 INDEX_SCORES = ("bf16", "fp8")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from fullspan.ops.sparse_attention.chunks import Sizes, choose_rows
+from fullspan.ops.sparse_attention.chunks import HOPPER_BLOCK, Sizes, choose_rows
 from fullspan.planning.case import Case
 from fullspan.planning.model_cost import Adapter
 
@@ -307,7 +307,7 @@ class Layer:
             topk=model.index_topk, pack=case.pack, qk=latent + rope, heads=64 * tiles,
             itemsize=case.item, units=132, tiles=tiles, fused=tiles == 1 and case.item != WIDE,
             beside=heads * (3 * latent + 2 * rope) * case.item,
-            block=256,  # KEYS of kernels_hopper_shared.py
+            block=HOPPER_BLOCK,
         )  # fmt: skip
 
     @cached_property

@@ -11,6 +11,7 @@ from typing import Any
 
 from fullspan.errors import ConfigError
 from fullspan.models.dsa.config import DsaConfig
+from fullspan.ops.options import OPTIONAL
 from fullspan.planning.hardware import BACKENDS, HOPPER, Gpu, Links, Shape, gpu
 from fullspan.planning.model_cost import Adapter, WeightFormat, Work, adapters
 from fullspan.train.config import RunConfig
@@ -18,7 +19,7 @@ from fullspan.train.config import RunConfig
 # Backends of ops.sparse_attention that bring one pass (ops/backend.py).
 _OPTIONAL_PASS = {"flash_mla": ("attention forward",), "cudnn": ("attention backward",)}
 # Backends that run on sm_90 alone (ops/backend.py).
-_HOPPER_ONLY = ("hopper", "flash_mla", "cudnn", "deep_gemm", "scaled_grouped_mm")
+_HOPPER_ONLY = ("hopper", *OPTIONAL)
 
 
 @dataclass(frozen=True, kw_only=True)

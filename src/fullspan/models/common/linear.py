@@ -170,8 +170,9 @@ def _grouped_mm(
     x: Tensor, weight: FrozenWeight, counts: Tensor, *, adjoint: bool = False
 ) -> Tensor:
     """[slots, in], [experts, out, in] -> [slots, out]; adjoint: [slots, out] -> [slots, in]."""
-    if _fused(x, weight.values) or _products(weight, adjoint):
-        return _fused_mm(x, weight, counts, adjoint)
+    products = None if adjoint else _products(weight)
+    if products or _fused(x, weight.values):
+        return _fused_mm(x, weight, counts, adjoint, products)
     out = x.new_empty(x.shape[0], weight.values.shape[2 if adjoint else 1])
     space = None if weight.scale is None else x.new_empty(weight.values.shape[1:])
     for expert, start, end in _spans(counts):
@@ -180,18 +181,20 @@ def _grouped_mm(
     return out
 
 
-def _fused_mm(x: Tensor, weight: FrozenWeight, counts: Tensor, adjoint: bool) -> Tensor:
+def _fused_mm(
+    x: Tensor, weight: FrozenWeight, counts: Tensor, adjoint: bool, products: str | None = None
+) -> Tensor:
     """One kernel for all experts, or one for as many FP8 experts as the workspace holds. More than
     one such group needs the counts on the host.
     """
     experts, out_width, in_width = weight.values.shape
-    products, group = _products(weight, adjoint), experts
+    group = experts
     item = WEIGHT_BYTES[products] if products else x.dtype.itemsize
     if weight.layout is not None and item:
         held = weight.layout.workspace_bytes // (out_width * in_width * item)
         group = max(1, min(experts, held))
     if group == experts:
-        return _one_kernel(x, weight, counts, adjoint)
+        return _one_kernel(x, weight, counts, adjoint, products)
     out = x.new_empty(x.shape[0], in_width if adjoint else out_width)
     space = None if products else x.new_empty(group, out_width, in_width)
     sizes, start = counts.tolist(), 0  # asked for once
@@ -201,21 +204,22 @@ def _fused_mm(x: Tensor, weight: FrozenWeight, counts: Tensor, adjoint: bool) ->
         if start < end:
             room = None if space is None else space[: len(sizes[chosen])]
             part = weight.experts(chosen)
-            out[start:end] = _one_kernel(x[start:end], part, counts[chosen], adjoint, room)
+            rows, own = x[start:end], counts[chosen]
+            out[start:end] = _one_kernel(rows, part, own, adjoint, products, room)
         start = end
     return out
 
 
-def _products(weight: FrozenWeight, adjoint: bool) -> str | None:
-    """What multiplies FP8 values as they are, None where they are dequantised."""
-    products = None if adjoint or weight.layout is None else weight.layout.products
+def _products(weight: FrozenWeight) -> str | None:
+    """What multiplies FP8 values forward as they are, None where they are dequantised."""
+    products = None if weight.layout is None else weight.layout.products
     return products if products and in_fp8(products) else None
 
 
 def _one_kernel(
-    x: Tensor, weight: FrozenWeight, counts: Tensor, adjoint: bool, space: Tensor | None = None
-) -> Tensor:
-    products = _products(weight, adjoint)
+    x: Tensor, weight: FrozenWeight, counts: Tensor, adjoint: bool, products: str | None,
+    space: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     if products and weight.scale is not None:
         return expert_product(x, weight.values, weight.scale, counts, backend=products)
     dense = weight.dense(x.dtype, space)

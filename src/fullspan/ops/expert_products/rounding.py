@@ -37,7 +37,7 @@ class Spread(NamedTuple):
 
 def padded_rows(slots: int, experts: int, align: int) -> int:
     """Upper bound on the rows when each expert's begin at a multiple of `align`, itself one."""
-    return -(-(slots + min(slots, experts) * (align - 1)) // align) * align
+    return ceil_div(slots + min(slots, experts) * (align - 1), align) * align
 
 
 def spread_rows(x: Tensor, counts: Tensor, align: int) -> Spread:

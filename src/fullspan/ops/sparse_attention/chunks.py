@@ -17,6 +17,7 @@ from fullspan.ops.sizes import power_of_2
 
 GROUP = 16  # neighbouring rows whose common keys are summed together; a bit of a plan word each
 BLOCK = 128  # shared keys of one block, where a backend does not say otherwise
+HOPPER_BLOCK = 256  # those of `hopper`
 MOST_ROWS = 16384  # of a chunk: a plan word counts 15 bits of partial rows a key
 SPAN_ROWS = 512  # of a span at least: enough for the products of its rows
 PLAN_ROWS = 264 * GROUP  # of a block at least: two groups for each multiprocessor of an H200,

@@ -20,13 +20,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fullspan.ops.sizes import power_of_2
 from fullspan.ops.sparse_attention import launch
-from fullspan.ops.sparse_attention.chunks import GROUP
+from fullspan.ops.sparse_attention.chunks import GROUP, HOPPER_BLOCK
 from fullspan.ops.sparse_attention.kernels_hopper_backward import (
     SWIZZLE_128,
     dquery_kernel,
 )
 from fullspan.ops.sparse_attention.kernels_hopper_forward import forward_kernel, prepare_kernel
-from fullspan.ops.sparse_attention.kernels_hopper_shared import KEYS, TILES, shared_kernel
+from fullspan.ops.sparse_attention.kernels_hopper_shared import TILES, shared_kernel
 from fullspan.ops.sparse_attention.launch import (
     LOG2E,
     Call,
@@ -119,7 +119,7 @@ class HopperKernels(Kernels):
     heads = HEADS
     slots = BLOCK
     fused = HEADS
-    block = KEYS.value
+    block = HOPPER_BLOCK
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)

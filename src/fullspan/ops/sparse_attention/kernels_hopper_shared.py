@@ -27,11 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fullspan.ops.sparse_attention.chunks import HOPPER_BLOCK
+from fullspan.ops.sparse_attention.kernels_hopper_backward import SWIZZLE_128
+
 # Arguments in rows: the formatter would give each of some 30 a line of its own.
 # fmt: off
 
-SWIZZLE_128 = gl.constexpr(gl.NVMMASharedLayout(128, 16))
-KEYS = gl.constexpr(256)  # of a block, half of them a consumer's
+KEYS = gl.constexpr(HOPPER_BLOCK)  # half of them a consumer's
 COLUMNS = gl.constexpr(192)  # of a tile: 128 and 64, as shapes are powers of two
 TILES = gl.constexpr(3)
 RING = gl.constexpr(4)  # halves of a row
